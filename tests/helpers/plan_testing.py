@@ -1,21 +1,22 @@
-"""Shared by tests of planning: they do not use earlier plans, and plan in less time."""
+"""Shared by tests of planning: drawn plans, and searches that remember nothing and end soon."""
 
 from __future__ import annotations
 
 import collections
 import contextlib
+import dataclasses
 from collections.abc import Iterator
 from unittest import mock
 
 from absl.testing import parameterized
+from drawn_machines import draw_machine
+from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, packed_trees, simulator
-
-
-def forget() -> None:
-    """Clears this process's earlier plans, as if it had just begun."""
-    for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
-        remembers.cache_clear()
+from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.plan import Plan, plan_of_bytes
+from tfcdo.topology.presets import preset
+from tfcdo.topology.topology import Topology
 
 
 @contextlib.contextmanager
@@ -39,6 +40,33 @@ def counted_work() -> Iterator[collections.Counter[str]]:
         yield counts
 
 
+@st.composite
+def any_plans(draw) -> tuple[Plan, Topology]:
+    """Draws a few packs on any trees, and a small machine, some of whose links share resources."""
+    devices = draw(st.integers(1, 5))
+    # Not "shared_memory": where copies take no time, "at the same time" is a matter of taste.
+    names = st.sampled_from(["pcie", "nvswitch", "dgx1", "fully_connected"])
+    machine = draw(
+        st.builds(preset, names, st.just(devices))
+        | st.builds(draw_machine, st.just(max(devices, 2)), st.sampled_from(range(9)))
+    )
+    devices = machine.num_devices
+    if draw(st.booleans()):
+        adding = {"addition_bandwidth": 2e10, "serial_reduction": draw(st.booleans())}
+        machine = dataclasses.replace(machine, **adding)
+    packs: list[tuple[int, CopyTree, int | None]] = []
+    for index in range(draw(st.integers(1, 5))):
+        after = draw(st.none() | st.integers(0, index - 1)) if index else None
+        order = draw(st.permutations(range(devices)))
+        parents: list[int | None] = [None] * devices
+        for place, device in enumerate(order[1:], 1):
+            parents[device] = order[draw(st.integers(0, place - 1))]
+        size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
+        tree = CopyTree(tuple(parents)) if after is None else packs[after][1]
+        packs.append((size, tree, after))
+    return plan_of_bytes(devices, packs), machine
+
+
 class PlanTestCase(parameterized.TestCase):
     """A test that remembers no plans, with short searches."""
 
@@ -50,5 +78,6 @@ class PlanTestCase(parameterized.TestCase):
         patch = mock.patch.object(packed_trees, "_TASKS", self.tasks_per_search)
         patch.start()
         self.addCleanup(patch.stop)
-        forget()
-        self.addCleanup(forget)
+        for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
+            remembers.cache_clear()
+            self.addCleanup(remembers.cache_clear)

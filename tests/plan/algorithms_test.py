@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import itertools
 import random
 from unittest import mock
 
 import hypothesis
-import numpy as np
 import plan_testing
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
@@ -15,97 +13,43 @@ from hypothesis import strategies as st
 
 from tfcdo import log
 from tfcdo.plan import algorithms, packed_trees, packing, simulator
-from tfcdo.plan.copy_tree import binomial, star
-from tfcdo.plan.plan import Plan, ValueSpec, cut, in_turn, plan_of_bytes, size_class
-from tfcdo.plan.tree_program import lower_bound_seconds
+from tfcdo.plan.copy_tree import binomial, chain, star, two_level
+from tfcdo.plan.plan import ValueSpec, cut, in_turn, plan_of_bytes, size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
-MACHINES = [
-    (name, devices)
-    for name in PRESETS
-    for devices in (1, 2, 3, 5, 8, 13)
-    if devices <= (8 if name.startswith("dgx1") else 16)
-]
-
-
-def all_reduce(schedule: Plan, values: np.ndarray) -> np.ndarray:
-    """Does what a plan says, copy by copy, to one row of values for each device.
-
-    Each pack is a set of messages; a device sends one as soon as it has heard from all others of
-    its neighbours (up, or down) whose data it needs. Nothing of the planning code is used but the
-    parents of the trees.
-    """
-    held = values.copy()
-    for pack, tree in zip(schedule.packs, schedule.trees, strict=True):
-        [part] = (slice(own.start, own.stop) for own in pack.slices)
-        children: dict[int, set[int]] = {device: set() for device in range(len(values))}
-        for device, parent in enumerate(tree.parents):
-            if parent is not None:
-                children[parent].add(device)
-        waiting = set(children)
-        while waiting:  # Up: a device that waits for no child any more sends its sum and is done.
-            device = min(device for device in waiting if not children[device] & waiting)
-            waiting.remove(device)
-            parent = tree.parents[device]
-            if parent is not None:
-                held[parent, part] += held[device, part]
-        informed = {tree.parents.index(None)}
-        while len(informed) < len(values):  # Down: a device whose parent has the result gets it.
-            for device, parent in enumerate(tree.parents):
-                if parent in informed and device not in informed:
-                    held[device, part] = held[parent, part]
-                    informed.add(device)
-    return held
+CLASSICS = {
+    "one_device": star,
+    "ring": chain,
+    "shuffle": star,
+    "halving_doubling": binomial,
+    "hierarchical_copy": two_level,
+}
 
 
 class AlgorithmsTest(plan_testing.PlanTestCase):
     tasks_per_search = 100
 
-    @hypothesis.settings(max_examples=100, deadline=None)
+    @hypothesis.settings(max_examples=40, deadline=None)
     @hypothesis.given(
         algorithm=st.sampled_from(algorithms.ALGORITHMS),
-        machine=st.sampled_from(MACHINES),
+        machine=st.builds(preset, st.sampled_from(PRESETS), st.sampled_from([1, 2, 3, 5])),
         num_bytes=st.sampled_from([0, 1, 5, 100, 1000]),
-        num_packs=st.none() | st.sampled_from([1, 2, 7, 20]),
+        num_packs=st.none() | st.sampled_from([1, 2, 7, 500]),
     )
     def test_every_plan_is_an_all_reduce(self, algorithm, machine, num_bytes, num_packs):
-        topology = preset(*machine)
-        schedule = algorithms.make_plan(algorithm, topology, num_bytes, num_packs)
-        self.assertEqual((schedule.replicas, schedule.num_sent_bytes), (machine[1], num_bytes))
-        values = np.random.default_rng(0).integers(0, 1000, (machine[1], num_bytes))
-        np.testing.assert_array_equal(
-            all_reduce(schedule, values), np.broadcast_to(values.sum(axis=0), values.shape)
-        )
+        # That the packs tile the data, and trees span the devices, `Plan` checks itself.
+        schedule = algorithms.make_plan(algorithm, machine, num_bytes, num_packs)
+        self.assertEqual(schedule.replicas, machine.num_devices)
+        self.assertEqual(schedule.num_sent_bytes, num_bytes)
         if num_packs is not None:
             self.assertLen(schedule.packs, min(num_packs, num_bytes))
             sizes = {pack.num_bytes for pack in schedule.packs}
             self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
-
-    @parameterized.parameters(*zip(algorithms.ALGORITHMS, itertools.cycle(PRESETS)))
-    def test_a_schedule_is_made_once(self, algorithm, name):
-        topology = preset(name)
-        schedule = algorithms.make_plan(algorithm, topology, 10**6)
-        again = algorithms._make_plan.__wrapped__(algorithm, topology, 10**6, None)
-        self.assertEqual(schedule.packs, again.packs)
-
-    @parameterized.parameters(
-        ("one_device", [0]),
-        ("ring", range(8)),
-        ("shuffle", range(8)),
-        ("halving_doubling", range(8)),
-        ("hierarchical_copy", range(8)),
-    )
-    def test_classics_turn_the_root_with_the_pack(self, algorithm, roots):
-        topology = preset("dgx1")
-        schedule = algorithms.make_plan(algorithm, topology, 800)
-        self.assertEqual([tree.root for tree in schedule.trees], list(roots))
-        twice = algorithms.make_plan(algorithm, topology, 800, 2 * len(schedule.packs) + 1)
-        self.assertEqual([tree.root for tree in twice.trees], [*roots, *roots, 0])
-
-    def test_unknown_algorithm(self):
-        with self.assertRaisesRegex(ValueError, "one of one_device, ring, .*auto; got 'rings'"):
-            algorithms.make_plan("rings", preset("dgx1"), 100)
+        if algorithm in CLASSICS:  # They turn the root with the pack.
+            for index, tree in enumerate(schedule.trees):
+                root = 0 if algorithm == "one_device" else index % machine.num_devices
+                self.assertEqual(tree, CLASSICS[algorithm](machine.num_devices, root))
 
     def test_trees_of_a_user_get_the_packs_in_turn(self):
         trees = [star(4, 2), binomial(4, 1)]
@@ -114,66 +58,64 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         self.assertEqual([pack.size for pack in schedule.packs], [3, 3, 4])
 
     @parameterized.parameters(
+        ("rings", ValueError, "one of one_device, ring, .*auto; got 'rings'"),
         ([star(3, 0)], ValueError, r"algorithm\[0\] must span the 4 devices .* a tree over 3"),
         ([], ValueError, "a name or at least one copy tree; got"),
         ([(None, 0)], TypeError, r"a name or a list of copy trees; got \[\(None, 0\)\]"),
         (5, TypeError, "a name or a list of copy trees; got 5"),
     )
-    def test_invalid_trees(self, trees, error, message):
+    def test_no_such_algorithm(self, algorithm, error, message):
         with self.assertRaisesRegex(error, message):
-            algorithms.make_plan(trees, preset("nvswitch", 4), 10)
+            algorithms.make_plan(algorithm, preset("nvswitch", 4), 10)
 
     @parameterized.parameters(
         lambda *sizes: algorithms.make_plan("ring", *sizes),
         algorithms.fastest_algorithm,
         packed_trees.packed_trees,
+        lambda topology, num_bytes, num_packs=1: cut(
+            num_bytes, 1 if num_packs is None else num_packs
+        ),
     )
     def test_no_such_sizes(self, plan):
         """Also of numbers that a cache would take for ints."""
-        topology = preset("dgx1")
+        topology = preset("pcie", 2)
         plan(topology, 10**8, 1)
         plan(topology, 1)
         for num_bytes, num_packs, error, message in (
-            (1e8, None, TypeError, "num_bytes must be an int; got 100000000.0 of type float$"),
+            (
+                1e8,
+                None,
+                TypeError,
+                "(num_bytes|size) must be an int; got 100000000.0 of type float$",
+            ),
             (10**8, True, TypeError, "num_packs must be an int; got True of type bool$"),
-            (-100, None, ValueError, "num_bytes .*0; got -100"),
+            (-100, None, ValueError, "(num_bytes|size) .*0; got -100"),
             (100, 0, ValueError, "num_packs .*1"),
         ):
             with self.assertRaisesRegex(error, f"^{message}"):
                 plan(topology, num_bytes, num_packs)
 
 
-class CutTest(plan_testing.PlanTestCase):
-    @hypothesis.settings(max_examples=200, deadline=None)
-    @hypothesis.given(st.integers(0, 10**9), st.integers(1, 50))
+class CutTest(absltest.TestCase):
+    @hypothesis.settings(max_examples=50, deadline=None)
+    @hypothesis.given(st.integers(0, 100) | st.integers(0, 10**9), st.integers(1, 50))
     def test_cut_tiles_evenly(self, size, num_packs):
         sizes = cut(size, num_packs)
         self.assertLen(sizes, min(size, num_packs))
         self.assertEqual(sum(sizes), size)
         self.assertLessEqual(max(sizes, default=0) - min(sizes, default=0), 1)
-        self.assertGreater(min(sizes, default=1), 0)
-
-    @parameterized.parameters(
-        (5, 0, ValueError, "num_packs must be at least 1; got 0"),
-        (5, -1, ValueError, "num_packs must be at least 1; got -1"),
-        (-5, 2, ValueError, "size must be at least 0; got -5"),
-        (5, 2.0, TypeError, "num_packs must be an int; got 2.0"),
-        (5.0, 2, TypeError, "size must be an int; got 5.0"),
-    )
-    def test_no_such_cut(self, size, num_packs, error, message):
-        with self.assertRaisesRegex(error, message):
-            cut(size, num_packs)
 
     def test_no_trees_to_assign(self):
         with self.assertRaisesRegex(ValueError, r"trees must .* at least one .*got \[\]"):
             in_turn([3], [])
 
     def test_resized_rounds_to_the_nearest_unit(self):
-        thirds = in_turn([1, 1, 1], [star(2)])
+        trees = [star(3, root) for root in range(3)]
         # Thirds of eight: 2.67 and 5.33; of four: 1.33 and 2.67; of one: 0.33 and 0.67.
-        for size, sizes in ((8, [3, 2, 3]), (4, [1, 2, 1]), (1, [1])):
-            resized = algorithms.resized(thirds, size)
-            self.assertEqual([pack.size for pack in resized.packs], sizes)
+        for size, sizes in ((8, [3, 2, 3]), (4, [1, 2, 1]), (1, [0, 1, 0])):
+            resized = algorithms.resized(in_turn([1, 1, 1], trees), size)
+            wanted = [pair for pair in zip(sizes, trees) if pair[0]]
+            self.assertEqual([(pack.size, pack.tree) for pack in resized.packs], wanted)
 
     def test_resized_waits_for_the_pack_that_an_empty_one_waited_for(self):
         sizes = (100, 1, 199, 100, 100)
@@ -181,22 +123,11 @@ class CutTest(plan_testing.PlanTestCase):
         small = algorithms.resized(plan_of_bytes(2, packs), 50)
         self.assertEqual([pack.after for pack in small.packs], [None, 0, 1, 2])
 
-    @hypothesis.settings(max_examples=100, deadline=None)
-    @hypothesis.given(st.integers(0, 4 * 10**9))
-    def test_resized_keeps_shares_and_trees(self, size):
-        schedule = algorithms.make_plan("packed_trees", preset("dgx1"), 10**6)
-        resized = algorithms.resized(schedule, size)
-        self.assertEqual(resized.num_sent_bytes, size)
-        if len(resized.packs) == len(schedule.packs):
-            for old, new in zip(schedule.packs, resized.packs, strict=True):
-                self.assertEqual(new.tree, old.tree)
-                self.assertAlmostEqual(new.size, old.size * size / 10**6, delta=1)
-
 
 class AutoTest(plan_testing.PlanTestCase):
     tasks_per_search = 200
 
-    @hypothesis.settings(max_examples=8, deadline=None, derandomize=True)
+    @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
     @hypothesis.given(
         # Not st.integers, which draws numbers that it finds in the modules of this process, and so
         # other machines, some slow, after other tests.
@@ -213,22 +144,11 @@ class AutoTest(plan_testing.PlanTestCase):
             for algorithm in algorithms.ALGORITHMS
         }
         self.assertLessEqual(times["auto"], 1.01 * min(times.values()))
-        bound = lower_bound_seconds(machine, num_bytes)
-        self.assertGreaterEqual(times["auto"] * (1 + 1e-9), bound)
-
-    def test_takes_the_simplest_of_equals(self):
-        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
-        machine = preset("shared_memory", 8)
-        self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "one_device")
-
-    def test_judges_by_the_time_that_nothing_need_be_in_order_for(self):
-        # Without jitter, shuffle is as fast as a ring; with it, stars get in each other's way.
-        machine = preset("nvswitch")
-        self.assertEqual(algorithms.fastest_algorithm(machine, 100 * MB), "ring")
 
     def test_says_once_what_was_decided(self):
         log.info_once.cache_clear()
-        machine = preset("nvswitch")
+        # Without jitter, shuffle is as fast as a ring; with it, stars get in each other's way.
+        machine = preset("nvswitch", 4)
         with (
             mock.patch.object(log.logging, "info") as info,
             mock.patch.object(algorithms.time, "monotonic", side_effect=[0.0, 2.5, 10.0, 10.9]),
@@ -239,70 +159,56 @@ class AutoTest(plan_testing.PlanTestCase):
         for line, told in zip(
             lines, ("92 MB .*took 2.5 s$", r"1e\+03 MB .*nvswitch$"), strict=True
         ):
-            self.assertRegex(line, f"auto takes ring, 8 packs, for about {told}")
+            self.assertRegex(line, f"auto takes ring, 4 packs, for about {told}")
 
     def test_sizes_that_change_share_plans(self):
         # As eager calls do whose values have another size each time.
-        machine = preset("dgx1")
-        sizes = [random.Random(0).randrange(10 * MB, 11 * MB) for _ in range(50)]
+        machine, rng = preset("pcie"), random.Random(0)
+        sizes = [rng.randrange(10 * MB, 11 * MB) for _ in range(5)]
         algorithms.make_plan("auto", machine, 10 * MB)
         algorithms.make_plan("auto", machine, 11 * MB)
         with plan_testing.counted_work() as work:
             for size in sizes:
                 self.assertEqual(algorithms.make_plan("auto", machine, size).num_sent_bytes, size)
-                options = packing.PackingOptions(None)
                 values = {0: ValueSpec("float32", (size // 4,))}
-                packs = packing.pack(values, options, "auto", machine)
-                content = [part for one in packs for fused in one.tensors for part in fused.slices]
-                self.assertEqual(sum(part.size for part in content), size // 4)
+                packs = packing.pack(values, packing.PackingOptions(None), "auto", machine)
+                self.assertEqual(sum(one.num_bytes for one in packs), size // 4 * 4)
         self.assertEqual(work["tasks"], 0)
 
 
 class SizeClassTest(parameterized.TestCase):
-    @hypothesis.given(st.integers(100, 10**12))
-    def test_no_size_is_far_from_that_of_its_class(self, num_bytes):
-        self.assertAlmostEqual(size_class(num_bytes) / num_bytes, 1, delta=0.125)
-
-    @hypothesis.given(st.integers(0, 10**6), st.integers(0, 10**6))
-    def test_classes_are_in_order(self, one, other):
-        smaller, larger = sorted((one, other))
-        self.assertLessEqual(size_class(smaller), size_class(larger))
-        self.assertEqual(size_class(larger) == 0, larger == 0)
+    @hypothesis.settings(max_examples=50, deadline=None)
+    @hypothesis.given(st.integers(0, 10**6) | st.integers(0, 10**12), st.integers(0, 10**6))
+    def test_sizes_are_near_their_class_and_classes_in_order(self, size, more):
+        self.assertLessEqual(size_class(size), size_class(size + more))
+        self.assertEqual(size_class(size) == 0, size == 0)
+        if size >= 100:
+            self.assertAlmostEqual(size_class(size) / size, 1, delta=0.125)
 
     def test_sizes_too_large_for_a_float(self):
         self.assertLess(abs(size_class(10**400) - 10**400), 10**399)
 
 
 class WorkTest(plan_testing.PlanTestCase):
-    """Tests of how much is simulated and searched, which decides how long a first call takes."""
+    """Tests of how much is simulated, which decides how long a first call takes."""
 
-    tasks_per_search = packed_trees._TASKS
-
-    @parameterized.parameters(8, 80)
-    def test_virtual_devices_are_decided_at_once(self, devices):
+    def test_virtual_devices_are_decided_at_once(self):
+        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
         with plan_testing.counted_work() as work:
-            schedule = algorithms.make_plan("auto", preset("shared_memory", devices), 100 * MB)
+            schedule = algorithms.make_plan("auto", preset("shared_memory", 80), 100 * MB)
         self.assertLen(schedule.packs, 1)
         self.assertEqual(work["searches"], 0)
-        self.assertEqual(work["longest"], 3 * (devices - 1))  # Up, added and down.
+        self.assertEqual(work["longest"], 3 * 79)  # Up, added and down.
         self.assertLessEqual(work["tasks"], 20 * work["longest"])
 
     @parameterized.parameters((None, "ring"), (3, "halving_doubling"))
     def test_more_devices_are_not_simulated(self, num_packs, expected):
-        machine = preset("nvswitch", 70)
+        machine = preset("nvswitch", 65)
         with plan_testing.counted_work() as work:
             chosen = algorithms.fastest_algorithm(machine, 100 * MB, num_packs)
         self.assertEqual(chosen, expected)
-        self.assertEqual(work["longest"], 2 * 69)  # One device alone.
+        self.assertEqual(work["longest"], 2 * 64)  # One device alone.
         self.assertEqual(work["searches"], 0)
-
-    def test_a_search_is_bounded(self):
-        devices = 7
-        with plan_testing.counted_work() as work:
-            algorithms.make_plan("packed_trees", preset("pcie", devices), 100 * MB)
-        self.assertEqual(work["searches"], 1)
-        self.assertLessEqual(work["tasks"], 2 * packed_trees._TASKS)
-        self.assertLessEqual(work["longest"], 2 * packed_trees.MAX_PACKS * 2 * (devices - 1))
 
 
 if __name__ == "__main__":

@@ -9,14 +9,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Blocks, Cast, PackSpec, Sum, casts
 from tfcdo.plan.copy_tree import chain, star
-from tfcdo.plan.plan import (
-    FusedTensor,
-    Pack,
-    Plan,
-    RootStep,
-    Slice,
-    ValueSpec,
-)
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
 
 VALUES = (ValueSpec("float32", (10,)), ValueSpec("float32", (5,)))
 
@@ -46,7 +39,6 @@ class CheckedTest(parameterized.TestCase):
         ((PACKS[0], PACKS[2]), r"value 0, of size 10, once; got it cut at \[0, 5\]"),
         (PACKS[:2], "value 1, of size 5, once"),
         ((*PACKS, PACKS[0]), r"value 0, of size 10, once; got it cut at \[0, 5, 5, 10\]"),
-        ((*PACKS[:2], pack((1, 0, 6))), "value 1, of size 5, once"),
         ((PACKS[0], pack((0, 5, 10), tree=star(2)), PACKS[2]), r"packs\[1\] must have a tree over"),
         ((pack((0, 0, 10), after=0), PACKS[2]), r"packs\[0\].after must be an earlier pack"),
         ((PACKS[0], PACKS[1], pack((1, 0, 5), after=3)), r"packs\[2\].after .*; got 3"),
@@ -87,33 +79,19 @@ class FingerprintTest(parameterized.TestCase):
         ((pack((1, 0, 5), (0, 0, 10)),),),  # The order of the slices in a tensor.
     )
     def test_is_different_for_another_plan(self, packs):
-        others = [plan(*PACKS), plan(pack((0, 0, 10), (1, 0, 5)), hosts=2)]
-        for other in others:
+        for other in (plan(*PACKS), plan(pack((0, 0, 10), (1, 0, 5)), hosts=2)):
             self.assertNotEqual(other.fingerprint, plan(*packs).fingerprint)
 
 
 class SummaryTest(parameterized.TestCase):
     def test_the_key_of_residuals_stays(self):
         """A checkpoint of today must be found by later versions."""
-        made = Plan(
-            ("CPU:0", "CPU:1"),
-            2,
-            1,
-            (ValueSpec("float32", (6,)),),
-            (
-                Pack(
-                    "sum",
-                    (FusedTensor((Slice(0, 0, 6),)),),
-                    "float32",
-                    star(2),
-                    Cast("bfloat16", error_feedback=True),
-                ),
-            ),
-        )
+        wire = Cast("bfloat16", error_feedback=True)
+        one = pack((0, 0, 6), tree=star(2), wire=wire)
+        made = Plan(("CPU:0", "CPU:1"), 2, 1, (ValueSpec("float32", (6,)),), (one,))
         key = made.residual_key
         self.assertEqual(key, "2-2918e1c5074c1d04")
         # Nothing is part of it that changes no residual.
-        [one] = made.packs
         for other in (
             dataclasses.replace(made, why="told", algorithm="ring"),
             dataclasses.replace(made, packs=(dataclasses.replace(one, root=RootStep(divide=2)),)),
@@ -123,13 +101,13 @@ class SummaryTest(parameterized.TestCase):
         shared = dataclasses.replace(one, root=RootStep(Blocks(error_feedback=True)))
         on_two = dataclasses.replace(made, hosts=2, packs=(shared,))
         self.assertTrue(on_two.has_state)
-        keys = {each.residual_key for each in (on_two, dataclasses.replace(on_two, hosts=3))}
-        self.assertLen({key, *keys}, 3)
-        for other in (
+        others = (
+            on_two,
+            dataclasses.replace(on_two, hosts=3),
             dataclasses.replace(made, packs=(dataclasses.replace(one, tree=star(2, 1)),)),
             dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
-        ):
-            self.assertNotEqual(key, other.residual_key)
+        )
+        self.assertLen({key, *(other.residual_key for other in others)}, 5)
 
     def test_bytes_that_are_sent(self):
         made = plan(pack((0, 0, 10), wire=Cast("float16")), pack((1, 0, 5)))
@@ -141,29 +119,22 @@ class SummaryTest(parameterized.TestCase):
     def test_bytes_by_edge(self):
         """See also `explain_test`, which compares them with graphs."""
         both = ((0, 0, 10), (1, 0, 5))
-        for made, expected in (
-            # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
-            (plan(pack(*both, tree=chain(3))), [60, 60]),
-            (plan(pack(*both, tree=chain(3), wire=Cast("float16"))), [34, 34]),
-        ):
-            up = [made.bytes_by_edge()[edge] for edge in ((2, 1), (1, 0))]
-            down = [made.bytes_by_edge()[edge] for edge in ((0, 1), (1, 2))]
-            self.assertEqual(up + down, expected * 2)
-        halves = pack(*both, tree=chain(3))
-        made = plan(
-            dataclasses.replace(halves, dtype="bfloat16"),
-            values=tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES),
-        )
+        # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
+        for wire, count in ((None, 60), (Cast("float16"), 34)):
+            made = plan(pack(*both, tree=chain(3), wire=wire))
+            edges = ((2, 1), (1, 0), (0, 1), (1, 2))
+            self.assertEqual(made.bytes_by_edge(), dict.fromkeys(edges, count))
+        halves = dataclasses.replace(pack(*both, tree=chain(3)), dtype="bfloat16")
+        values = tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES)
+        made = plan(halves, values=values)
         self.assertEqual(made.bytes_by_edge(), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30})
 
     def test_collectives_and_bytes_between_hosts(self):
         added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep(Sum())), hosts=2)
         self.assertEqual(added.num_collectives(len), 1)
         self.assertEqual(added.bytes_between_hosts, 4 * 15)
-        shares = RootStep(Cast("bfloat16"))
-        encoded = plan(
-            pack((0, 0, 10), root=RootStep(Sum())), pack((1, 0, 5), root=shares), hosts=2
-        )
+        exact = pack((0, 0, 10), root=RootStep(Sum()))
+        encoded = plan(exact, pack((1, 0, 5), root=RootStep(Cast("bfloat16"))), hosts=2)
         self.assertEqual(encoded.num_collectives(len), 3)
         # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
         self.assertEqual(encoded.bytes_between_hosts, 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
@@ -171,10 +142,8 @@ class SummaryTest(parameterized.TestCase):
     @parameterized.parameters(
         ("bfloat16", 1, 1, (1, 32), 64),
         ("float16", 65, 2, (1, 64), 132),
-        ("int8", 1, 1, (1, 2), 6),
         ("int8", 512, 2, (1, 256), 260),
         ("int8", 513, 2, (2, 130), 268),
-        ("int8", 1 << 20, 2, (2048, 256), 2048 * 260),
     )
     def test_layout_of_shares(self, wire, size, hosts, layout, num_bytes):
         """Blocks of int8 are equal and at most 256 values; each has a scale of 4 bytes."""
@@ -183,10 +152,8 @@ class SummaryTest(parameterized.TestCase):
         _, gathered = exchange.cost(PackSpec("float32", ((size,),)), hosts)
         self.assertEqual(gathered.num_bytes, num_bytes)
         self.assertGreaterEqual(hosts * layout[0] * layout[1], size)
-        root = RootStep(exchange)
-        made = plan(
-            pack((0, 0, size), root=root), values=(ValueSpec("float32", (size,)),), hosts=hosts
-        )
+        values = (ValueSpec("float32", (size,)),)
+        made = plan(pack((0, 0, size), root=RootStep(exchange)), values=values, hosts=hosts)
         self.assertEqual(made.bytes_between_hosts, 2 * (hosts - 1) * num_bytes)
 
     def test_collectives_of_gathers(self):

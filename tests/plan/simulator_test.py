@@ -5,116 +5,88 @@ from __future__ import annotations
 import collections
 import dataclasses
 import math
+import statistics
 from typing import Any
 
 import hypothesis
 import plan_testing
 from absl.testing import absltest, parameterized
-from hypothesis import strategies as st
 
 from tfcdo.exchange.protocol import SUM, Collective, Exchange, PackSpec, Sum
 from tfcdo.plan import algorithms, copy_tree, simulator
-from tfcdo.plan.copy_tree import CopyTree, chain
-from tfcdo.plan.plan import Plan, RootStep, in_turn, plan_of_bytes
+from tfcdo.plan.copy_tree import chain
+from tfcdo.plan.plan import Plan, RootStep, in_turn
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
-MB, GB = 10**6, 10**9
+MB = 10**6
 DGX1 = preset("dgx1")
 
 
-def seconds(algorithm: str, topology: Topology, num_bytes: int, packs=None) -> float:
-    schedule = algorithms.make_plan(algorithm, topology, num_bytes, packs)
-    return simulator.simulate(schedule, topology).seconds
-
-
-@st.composite
-def small_plans(draw) -> tuple[Plan, Topology]:
-    """A few packs on any trees, on a small machine, some of whose links share resources."""
-    devices = draw(st.integers(1, 5))
-    topology = preset(
-        draw(st.sampled_from(["pcie", "nvswitch", "dgx1", "fully_connected", "shared_memory"])),
-        devices,
-    )
-    if draw(st.booleans()):
-        topology = dataclasses.replace(
-            topology, addition_bandwidth=2e10, serial_reduction=draw(st.booleans())
-        )
-    packs: list[tuple[int, CopyTree, int | None]] = []
-    for index in range(draw(st.integers(1, 5))):
-        after = draw(st.none() | st.integers(0, index - 1)) if index else None
-        order = draw(st.permutations(range(devices)))
-        parents: list[int | None] = [None] * devices
-        for place, device in enumerate(order[1:], 1):
-            parents[device] = order[draw(st.integers(0, place - 1))]
-        size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
-        tree = CopyTree(tuple(parents)) if after is None else packs[after][1]
-        packs.append((size, tree, after))
-    return plan_of_bytes(devices, packs), topology
+def seconds_of(schedule: Plan, topology: Topology, **options: Any) -> float:
+    return simulator.simulate(schedule, topology, **options).seconds
 
 
 class ReferenceTest(parameterized.TestCase):
     # From a simulator of its own, of TensorFlow's two-level trees on a DGX-1.
     @parameterized.parameters(
-        (100 * MB, 1, 12.04e-3),
-        (100 * MB, 8, 3.06e-3),
-        (100 * MB, 16, 2.08e-3),
-        (25 * MB, 1, 3.04e-3),
-        (25 * MB, 8, 0.81e-3),
-        (25 * MB, 16, 0.58e-3),
+        (100 * MB, 1, 12.04e-3), (100 * MB, 16, 2.08e-3), (25 * MB, 8, 0.81e-3)
     )
     def test_tensorflow_trees_on_a_dgx1(self, num_bytes, num_packs, expected):
-        own = seconds("hierarchical_copy", DGX1, num_bytes, num_packs)
-        self.assertAlmostEqual(own / expected, 1, delta=0.01)
+        schedule = algorithms.make_plan("hierarchical_copy", DGX1, num_bytes, num_packs)
+        self.assertAlmostEqual(seconds_of(schedule, DGX1) / expected, 1, delta=0.01)
 
-    def test_by_hand(self):
+    @parameterized.parameters(
         # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
-        machine = preset("fully_connected", 3)
-        schedule = in_turn([MB], [chain(3)])
-        self.assertAlmostEqual(simulator.simulate(schedule, machine).seconds, 4 * 50e-6, places=12)
         # Adding twice at 10 GB/s takes 100 us each.
-        adding = dataclasses.replace(machine, addition_bandwidth=1e10)
-        self.assertAlmostEqual(simulator.simulate(schedule, adding).seconds, 400e-6, places=12)
+        (chain(3), 200e-6, 400e-6),
         # A star's root receives both at once, but adds one after another, then sends both at once.
-        star = in_turn([MB], [copy_tree.star(3)])
-        self.assertAlmostEqual(simulator.simulate(star, machine).seconds, 100e-6, places=12)
-        self.assertAlmostEqual(simulator.simulate(star, adding).seconds, 300e-6, places=12)
+        (copy_tree.star(3), 100e-6, 300e-6),
+    )
+    def test_by_hand(self, tree, free, adding):
+        machine = preset("fully_connected", 3)
+        schedule = in_turn([MB], [tree])
+        self.assertAlmostEqual(seconds_of(schedule, machine), free, places=12)
+        slow = dataclasses.replace(machine, addition_bandwidth=1e10)
+        self.assertAlmostEqual(seconds_of(schedule, slow), adding, places=12)
 
 
 def plain_simulation(schedule: Plan, topology: Topology) -> float:
     """First come, first served, as plainly as can be: look at everything whenever anything ends."""
-    # For each (pack, number): what it waits for, what it holds, how long.
-    tasks: dict[tuple, tuple[list, set, float]] = {}
-    results: list[dict[int, list]] = []
-    for p, (pack, tree) in enumerate(zip(schedule.packs, schedule.trees, strict=True)):
+    # For each task: what it waits for, what it holds, how long.
+    tasks: list[tuple[list[int], set[Any], float]] = []
+    results: list[dict[int, list[int]]] = []
 
-        def copy(source, target, size=pack.num_bytes):
+    def add(after, held, seconds):
+        tasks.append((after, held, seconds))
+        return [len(tasks) - 1]
+
+    for pack, tree in zip(schedule.packs, schedule.trees, strict=True):
+
+        def copy(after, source, target, size=pack.num_bytes):
             link = topology.link_by_pair[source, target]
             speed = min(topology.resources[r].bandwidth for r in link.resources)
-            return set(link.resources), link.latency + size / speed
+            return add(after, set(link.resources), link.latency + size / speed)
 
-        heard: dict[int, list] = collections.defaultdict(list)
+        heard: dict[int, list[int]] = collections.defaultdict(list)
         if pack.after is not None:
             for leaf in set(range(topology.num_devices)) - set(tree.parents):
                 heard[leaf] = list(results[pack.after][leaf])
         for child, parent in reversed(tree.edges):
-            tasks[p, len(tasks)] = (heard[child], *copy(child, parent))
-            last = next(reversed(tasks))
+            last = copy(heard[child], child, parent)
             if topology.addition_bandwidth < math.inf:
                 adder = {"adder" if topology.serial_reduction else ("adder", parent)}
-                tasks[p, len(tasks)] = ([last], adder, pack.num_bytes / topology.addition_bandwidth)
-                last = next(reversed(tasks))
-            heard[parent].append(last)
+                last = add(last, adder, pack.num_bytes / topology.addition_bandwidth)
+            heard[parent] += last
         has = {tree.root: heard[tree.root]}
         for child, parent in tree.edges:
-            tasks[p, len(tasks)] = (has[parent], *copy(parent, child))
-            has[child] = [next(reversed(tasks))]
+            has[child] = copy(has[parent], parent, child)
         results.append(has)
     now = 0.0
-    came: dict[tuple, float] = {}
-    end: dict[tuple, float] = {}
-    while len(end) < len(tasks) or any(e > now for e in end.values()):
-        for task, (after, _, _) in tasks.items():
+    came: dict[int, float] = {}
+    end: dict[int, float] = {}
+    while True:
+        for task, (after, _, _) in enumerate(tasks):
             if task not in came and all(a in end and end[a] <= now + 1e-12 for a in after):
                 came[task] = now
         busy = set().union(*(tasks[t][1] for t, e in end.items() if e > now + 1e-12))
@@ -123,34 +95,30 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
                 busy |= tasks[task][1]
                 end[task] = now + tasks[task][2]
         later = [e for e in end.values() if e > now + 1e-12]
-        if not later and len(came) == len(tasks) == len(end):
+        if not later:
             break
-        now = min(later, default=now)
+        now = min(later)
     return max(end.values(), default=0.0)
 
 
-def _edge(task: Any) -> tuple[int, int, int]:
-    return task.pack, task.source, task.target
-
-
 class TimelineTest(plan_testing.PlanTestCase):
-    @hypothesis.settings(max_examples=100, deadline=None)
-    @hypothesis.given(small_plans())
+    @hypothesis.settings(max_examples=60, deadline=None)
+    @hypothesis.given(plan_testing.any_plans())
     def test_a_plainer_simulator_agrees(self, plan):
         schedule, machine = plan
-        # Where copies take no time, "at the same time" is a matter of taste.
-        hypothesis.assume(machine.name[:6] != "shared")
         timeline = simulator.simulate(schedule, machine)
         self.assertAlmostEqual(timeline.seconds, plain_simulation(schedule, machine), delta=1e-9)
         self.assertEqual(timeline, simulator.simulate(schedule, machine))
         jittered = [simulator.simulate(schedule, machine, jitter=0.05, seed=1) for _ in range(2)]
         self.assertEqual(*jittered)
         # The schedule's, and with links that are up to 5 % slower or faster.
-        for task, other in zip(
-            sorted(timeline.copies, key=_edge), sorted(jittered[0].copies, key=_edge)
-        ):
-            seconds = task.end - task.start
-            self.assertAlmostEqual(other.end - other.start, seconds, delta=0.05 * seconds + 1e-9)
+        found, other = (
+            {(t.pack, t.source, t.target): t.end - t.start for t in each.copies}
+            for each in (timeline, jittered[0])
+        )
+        self.assertEqual(found.keys(), other.keys())
+        for edge, seconds in found.items():
+            self.assertAlmostEqual(other[edge], seconds, delta=0.05 * seconds + 1e-9)
 
     def test_of_equals_the_earlier_pack_goes_first(self):
         # Two packs want the one way from 1 to 0 at once.
@@ -163,11 +131,9 @@ class TimelineTest(plan_testing.PlanTestCase):
 
     def test_robust_time_is_a_median_over_seeds(self):
         schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
-        times = sorted(
-            simulator.simulate(schedule, DGX1, jitter=0.05, seed=seed).seconds for seed in range(20)
-        )
+        times = [seconds_of(schedule, DGX1, jitter=0.05, seed=seed) for seed in range(20)]
         robust = simulator.robust_seconds(schedule, DGX1)
-        self.assertAlmostEqual(robust, (times[9] + times[10]) / 2, places=12)
+        self.assertAlmostEqual(robust, statistics.median(times), places=12)
 
     def test_only_what_is_much_slower_than_the_cutoff_is_not_run_on(self):
         schedule = algorithms.make_plan("hierarchical_copy", DGX1, 25 * MB)
@@ -183,7 +149,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         ({}, 7, "plan must be for the 7 devices of .*; got one for 8"),
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
         ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
-        ({"jitter": -0.1, "seed": 1}, 8, "jitter must be from 0 to 1; got -0.1"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
     )
     def test_nonsense(self, options, devices, message):
@@ -195,7 +160,7 @@ class TimelineTest(plan_testing.PlanTestCase):
         for devices, num_bytes in ((1, MB), (8, 0)):
             machine = DGX1.subset(range(devices))
             schedule = algorithms.make_plan("one_device", machine, num_bytes)
-            self.assertEqual(simulator.simulate(schedule, machine).seconds, 0.0)
+            self.assertEqual(seconds_of(schedule, machine), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -223,32 +188,19 @@ class HostsTest(parameterized.TestCase):
         # 2 x 3/4 of 1 MB at 1 GB/s twice, after the first copy up; then 6 messages, and down.
         self.assertAlmostEqual(timeline.seconds, 50e-6 + 2 * 1.5e-3 + 6 * 5e-6 + 50e-6)
         self.assertLen(timeline.copies, 4)
-        half = _between(4, schedule, Half())
-        self.assertLess(
-            simulator.robust_seconds(half, machine, hosts=hosts), 0.55 * timeline.seconds
-        )
+        half = simulator.robust_seconds(_between(4, schedule, Half()), machine, hosts=hosts)
+        self.assertLess(half, 0.55 * timeline.seconds)
 
     def test_one_device_a_host_has_a_network_alone(self):
-        machine = preset("nvswitch", 1)
-        schedule = _between(2, algorithms.make_plan("ring", machine, MB))
+        schedule = _between(2, in_turn([MB], [copy_tree.star(1)]))
         hosts = simulator.Hosts(2, 1e9, latency=0.0)
-        self.assertAlmostEqual(simulator.simulate(schedule, machine, hosts=hosts).seconds, 1e-3)
-
-
-class LoadTest(parameterized.TestCase):
-    def test_a_port_carries_all_that_others_send(self):
-        machine = preset("pcie")
-        schedule = algorithms.make_plan("one_device", machine, MB)
-        name, carried = simulator.bottleneck(schedule, machine)
-        self.assertIn(name, ("0 out", "0 in"))
-        self.assertEqual(carried, 3 * MB)
+        self.assertAlmostEqual(seconds_of(schedule, preset("nvswitch", 1), hosts=hosts), 1e-3)
 
     def test_the_bottleneck_is_busy_longest(self):
         # On a DGX-1 more bytes go over a pair of NVLinks, but a single one is busy for longer.
         schedule = in_turn([2 * MB, MB], [copy_tree.star(3), copy_tree.star(3, 2)])
-        machine = DGX1.subset([0, 1, 2])
-        name, carried = simulator.bottleneck(schedule, machine)
-        self.assertEqual((name, carried), ("0→2", 3 * MB))
+        found = simulator.bottleneck(schedule, DGX1.subset([0, 1, 2]))
+        self.assertEqual(found, ("0→2", 3 * MB))
 
 
 if __name__ == "__main__":

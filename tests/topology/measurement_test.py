@@ -1,19 +1,24 @@
-"""Measuring this machine: in a file, and used where it is passed."""
+"""Measuring this machine: what copies share, in a file, and used where it is passed."""
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
+from collections.abc import Sequence
 
 import cli_testing
 import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from topology_testing import meet
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.topology import detection
+from tfcdo.topology import Resource, Route, Topology, detection, preset
+from tfcdo.topology.links import ordered_pairs
+from tfcdo.topology.measurement import infer_routes
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -67,17 +72,16 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_files_are_refused(self):
         damaged = self.folder / "damaged.json"
         for content, reason in (
-            ("{", "not a JSON text"),
-            ("{}", "not a topology"),
-            ('{"date": "2026-01-01"}', "missing required field `topology`"),
+            (b"{", "not a JSON text"),
+            (b"{}", "not a topology"),
+            (b'{"date": "2026-01-01"}', "missing required field `topology`"),
             (b"\xff", "codec can't decode"),
         ):
-            damaged.write_bytes(content if isinstance(content, bytes) else content.encode())
+            damaged.write_bytes(content)
             with self.assertRaisesRegex(ValueError, f"topology must be .*damaged.json: .*{reason}"):
                 tfcdo.AutoAllReduce(topology=damaged)
-        with self.assertRaisesRegex(
-            ValueError, "topology must be a file .*none.json: No such file"
-        ):
+        missing = "topology must be a file .*none.json: No such file"
+        with self.assertRaisesRegex(ValueError, missing):
             tfcdo.AutoAllReduce(topology=self.folder / "none.json")
         with self.assertRaisesRegex(TypeError, "topology must be a .*, the path of .*; got 5"):
             tfcdo.AutoAllReduce(topology=5)  # type: ignore[arg-type]
@@ -85,7 +89,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             topology.measure(tu.device_names(2), path=damaged / "mine.json")
 
     @parameterized.parameters(
-        ([], "at least one device"),
         (["CPU:0", "CPU:0"], "different CPUs or GPUs of this host; got .*CPU:0"),
         (["CPU:0", "GPU:0"], "different CPUs or GPUs"),
         (["TPU:0"], "different CPUs or GPUs"),
@@ -95,6 +98,58 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def test_other_devices_are_refused(self, devices, message):
         with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):
             topology.measure(devices)
+
+
+class _Clock:
+    """Times at most two copies: one after the other if they share anything, else at once."""
+
+    def __init__(self, machine: Topology, noise: float = 0.0) -> None:
+        self.machine, self.noise, self.calls = machine, noise, 0
+
+    def __call__(self, pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
+        self.calls += 1
+        times = [
+            self.machine.latency(*pair) + num_bytes / self.machine.bandwidth(*pair)
+            for pair in pairs
+        ]
+        one_by_one = len(pairs) == 2 and meet(self.machine, *pairs)
+        seconds = sum(times) if one_by_one else max(times)
+        return seconds * (1 + self.noise * (-1) ** self.calls)
+
+
+def _half_duplex() -> Topology:
+    wires = [Resource("a", 5e9), Resource("b", 20e9), Resource("c", 20e9)]
+    routes = [Route(*pair, [wires[sum(pair) - 1]], latency=3e-6) for pair in ordered_pairs(3)]
+    return Topology.from_routes("half duplex", 3, routes)
+
+
+class InferenceTest(parameterized.TestCase):
+    """What copies share is inferred from their times: of machines that the test knows."""
+
+    @parameterized.parameters(
+        # Fast links without a common device are not tried together: of the 66 pairs of 12 links,
+        # 12 of one source, 12 of one target, and 6 back and forth.
+        (preset("nvswitch", 4), 0.0, 30),
+        (preset("pcie", 4), 0.1),
+        (preset("dgx1").subset([0, 1, 2, 4, 5]), 0.1),
+        (_half_duplex(), 0.0),
+    )
+    def test_finds_the_links_and_what_they_share(self, machine, noise, calls=None):
+        clock = _Clock(machine, noise)
+        pairs = list(ordered_pairs(machine.num_devices))
+        alone = [
+            Route(*pair, [Resource(str(pair), machine.bandwidth(*pair))], False, latency)
+            for pair in pairs
+            for latency in [machine.latency(*pair)]
+        ]
+        routes = infer_routes(alone, clock, 10**7)
+        found = Topology.from_routes("found", machine.num_devices, routes)
+        for pair in pairs:
+            self.assertEqual(found.bandwidth(*pair), machine.bandwidth(*pair))
+            self.assertEqual(found.latency(*pair), machine.latency(*pair))
+        for one, other in itertools.combinations(pairs, 2):
+            self.assertEqual(meet(found, one, other), meet(machine, one, other), (one, other))
+        self.assertEqual(clock.calls, calls or clock.calls)
 
 
 if __name__ == "__main__":

@@ -10,12 +10,20 @@ from topology_testing import gigabytes, meet
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
-SAMPLES = pathlib.Path(__file__).parent / "data"
+_TWO_SOCKETS = (
+    [12, 10, 10, 10],
+    [((0, 4), (2, 6)), ((0, 2), (1, 3))],
+    [((0, 2), (4, 6)), ((0, 1), (2, 3))],
+)
+
+
+def text_of(name: str) -> str:
+    path = pathlib.Path(__file__).parent / "data" / f"nvidia_smi_{name}.txt"
+    return path.read_text(encoding="utf-8")
 
 
 def sample(name: str) -> Topology:
-    text = (SAMPLES / f"nvidia_smi_{name}.txt").read_text(encoding="utf-8")
-    return Topology.from_nvidia_smi(text)
+    return Topology.from_nvidia_smi(text_of(name))
 
 
 def table(rows: list[list[str]]) -> Topology:
@@ -32,54 +40,39 @@ def all_alike(num_devices: int, nvlinks: int) -> Topology:
 
 
 class NvidiaSmiTest(parameterized.TestCase):
-    def test_dgx1_is_the_preset_with_other_numbers(self):
-        machine = sample("dgx1_v100")
-        dgx1 = preset("dgx1")
-        self.assertEqual(machine.subset((0, 3, 1, 2, 4, 7, 5, 6)).fingerprint, dgx1.fingerprint)
+    @parameterized.parameters(
+        ("dgx1_v100", (0, 3, 1, 2, 4, 7, 5, 6), "dgx1"), ("pcie_4", range(4), "pcie")
+    )
+    def test_presets(self, name, order, expected):
+        """A DGX-1 has other numbers."""
+        self.assertEqual(sample(name).subset(order).fingerprint, preset(expected).fingerprint)
 
-    def test_nvswitch_has_ports(self):
-        machine = sample("hgx_h100")
-        self.assertEqual(gigabytes(machine, 0, 7), 450)
-        self.assertTrue(meet(machine, (0, 1), (0, 2)))
-        self.assertTrue(meet(machine, (0, 2), (1, 2)))
-
-    def test_bridged_pairs_meet_in_the_host(self):
-        machine = sample("nvlink_bridges_4")
-        self.assertEqual([gigabytes(machine, 0, other) for other in (1, 2, 3)], [100, 10, 10])
-        self.assertTrue(meet(machine, (0, 2), (1, 3)))
-        self.assertFalse(meet(machine, (0, 2), (2, 0)))
-
-    def test_pcie_pairs_are_the_preset(self):
-        machine = sample("pcie_4")
-        self.assertEqual(machine.fingerprint, preset("pcie").fingerprint)
-
-    @parameterized.parameters("pcie_8_two_sockets", "pcie_8_old_driver")
-    def test_two_sockets(self, name):
-        machine = sample(name)
-        self.assertEqual([gigabytes(machine, 0, other) for other in (1, 2, 4)], [12, 10, 10])
+    @parameterized.parameters(
+        # A switch has ports; bridged pairs meet in the host.
+        ("hgx_h100", [450, 450], [((0, 1), (0, 2)), ((0, 2), (1, 2))], []),
+        ("nvlink_bridges_4", [100, 10], [((0, 2), (1, 3))], [((0, 2), (2, 0))]),
         # Between sockets all share one path; within a socket only what their switches share.
-        self.assertTrue(meet(machine, (0, 4), (2, 6)))
-        self.assertFalse(meet(machine, (0, 2), (4, 6)))
-        self.assertFalse(meet(machine, (0, 1), (2, 3)))
-        self.assertTrue(meet(machine, (0, 2), (1, 3)))
-
-    def test_one_gpu(self):
-        self.assertEqual(sample("one_h200").num_devices, 1)
+        ("pcie_8_two_sockets", *_TWO_SOCKETS),
+        ("pcie_8_old_driver", *_TWO_SOCKETS),
+        ("one_h200", [], [], []),
+    )
+    def test_samples(self, name, speeds, meeting, apart):
+        machine = sample(name)
+        found = [gigabytes(machine, 0, other) for other in range(1, 1 + len(speeds))]
+        self.assertEqual(found, speeds)
+        found = [meet(machine, *pairs) for pairs in (*meeting, *apart)]
+        self.assertEqual(found, [True] * len(meeting) + [False] * len(apart))
 
     @parameterized.parameters("dgx1_v100", "hgx_h100", "pcie_8_two_sockets", "one_h200")
     def test_spaces_and_marks_around_the_table_do_not_matter(self, name):
-        text = (SAMPLES / f"nvidia_smi_{name}.txt").read_text(encoding="utf-8")
+        text = text_of(name)
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
-        for changed in (indented, f"\ufeff{text}", f"\ufeff{indented}"):
-            self.assertEqual(Topology.from_nvidia_smi(changed), sample(name))
-        # As the first line of the text names the columns, if somebody cut off what is before.
+        # The first line of the text names the columns, if somebody cut off what is before.
         table = text[text.index("GPU0") :]
-        for changed in (table, f"\ufeff{table}"):
+        for changed in (indented, f"\ufeff{indented}", table, f"\ufeff{table}"):
             self.assertEqual(Topology.from_nvidia_smi(changed), sample(name))
 
-    @parameterized.parameters(
-        (3, 6, False), (3, 9, False), (3, 10, True), (3, 12, True), (4, 6, False), (4, 7, True)
-    )
+    @parameterized.parameters((3, 9, False), (3, 10, True), (4, 6, False), (4, 7, True))
     def test_more_nvlinks_than_a_gpu_has_are_those_of_a_switch(
         self, num_devices, nvlinks, switched
     ):
@@ -89,29 +82,19 @@ class NvidiaSmiTest(parameterized.TestCase):
         self.assertEqual(meet(machine, (0, 1), (0, 2)), switched)
         self.assertEqual(gigabytes(machine, 0, 1), 25 * nvlinks)
 
-    def test_two_gpus_have_no_switch(self):
+    def test_two_gpus_and_unlike_numbers_of_nvlinks_have_no_switch(self):
         self.assertEqual([link.resources for link in all_alike(2, 18).links], [(0,), (1,)])
-
-    def test_pairs_of_unlike_numbers_of_nvlinks_have_no_switch(self):
-        rows = [["X", "NV12", "NV10"], ["NV12", "X", "NV12"], ["NV10", "NV12", "X"]]
-        machine = table(rows)
+        machine = table([["X", "NV12", "NV10"], ["NV12", "X", "NV12"], ["NV10", "NV12", "X"]])
         self.assertFalse(meet(machine, (0, 1), (0, 2)))
         self.assertEqual([gigabytes(machine, 0, other) for other in (1, 2)], [300, 250])
 
     @parameterized.parameters(
-        ("", "no table"),
         ("NVIDIA-SMI has failed because it couldn't communicate", "no table"),
-        ("     GPU0  GPU1\nGPU0  X  NV1\n", "has no row GPU1"),
-        ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1\n", "row GPU1 has 1 entries for 2 GPUs"),
-        (
-            "     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NVX  X\n",
-            "column GPU0: expected NV# or PIX, .*; got NVX",
-        ),
-        (
-            "     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n",
-            "line 3: row GPU1, column GPU1: expected X; got NV1",
-        ),
-        ("     GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV2  X\n", "expected NV1, as in row GPU0; got NV2"),
+        ("GPU0  GPU1\nGPU0  X  NV1\n", "has no row GPU1"),
+        ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1\n", "row GPU1 has 1 entries for 2 GPUs"),
+        ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NVX  X\n", "column GPU0: expected NV# or PIX, .* NVX"),
+        ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV1  NV1\n", "line 3: .* GPU1: expected X; got NV1"),
+        ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV2  X\n", "expected NV1, as in row GPU0; got NV2"),
     )
     def test_broken_tables_are_refused(self, text, message):
         with self.assertRaisesRegex(ValueError, message):

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import json
 import pathlib
@@ -11,10 +10,9 @@ import re
 import sys
 import tempfile
 from collections.abc import Sequence
-from typing import Any, ClassVar
+from typing import Any
 from unittest import mock
 
-import keras
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest, parameterized
@@ -35,58 +33,58 @@ _DEVICES = 3
 
 def step_on(ops: Any, devices: Sequence[int]) -> Any:
     """Returns a function that computes on each of some devices, and all-reduces that."""
-    values = tu.per_replica(
-        [tf.ones([60_000])] * len(devices), [tu.device_name(device) for device in devices]
-    )
+    names = [tu.device_name(device) for device in devices]
+    values = tu.per_replica([tf.ones([60_000])] * len(names), names)
 
     @tf.function
     def step() -> Any:
-        with tf.name_scope("computation"):
-            factors = []
-            for value in values.values:
-                with tf.device(value.device):
-                    factors.append(tf.math.sin(value))
+        factors = []
+        for name, value in zip(names, values.values):
+            with tf.name_scope("computation"), tf.device(name):
+                factors.append(tf.math.sin(value))
         own = tf_internals.per_replica(factors)
         return ops.reduce(tu.SUM, own, own).values
 
     return step
 
 
-class TraceTest(tf.test.TestCase):
-    traced: ClassVar[Any]
-    content: ClassVar[dict[str, Any]]
-
-    @classmethod
-    def setUpClass(cls):
-        super().setUpClass()
-        # Two packs, whose trees have 0 and 1 as roots and two edges each.
-        ops = tfcdo.HierarchicalCopyAllReduce(num_packs=2)
-        step = step_on(ops, range(_DEVICES))
+def profiled(*steps: Any) -> Any:
+    """Records some steps, one after the other."""
+    profiler = recording.Profiler()
+    profiler.start()
+    for step in steps:
         step()
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "out.json"
-            with tfcdo.trace(path) as cls.traced:
-                for _ in range(_STEPS):
-                    step()
-            cls.content = json.loads(path.read_text(encoding="utf-8"))
+    return profiler.stop()
 
-    def test_every_copy_and_addition_is_found_in_every_step(self):
-        runs = self.traced.recording.runs
-        ran = [(run.pack, run.kind, run.sources, run.target) for run in runs]
-        trees = {run.pack: run.target for run in runs if run.kind == profile.ADD}
-        self.assertLen(trees, 2)
-        wanted = []
-        for pack, root in trees.items():
-            children = tuple(sorted({0, 1, 2} - {root}))
-            wanted.append((pack, profile.ADD, children, root))
-            wanted += [(pack, profile.REDUCE, (child,), root) for child in children]
-            wanted += [(pack, profile.BROADCAST, (root,), child) for child in children]
-        self.assertCountEqual(ran, wanted * _STEPS)
+
+def edges_of(runs: Any) -> list[Any]:
+    return [(run.pack, run.kind, run.sources, run.target) for run in runs]
+
+
+def edges_of_star(pack: int, root: int) -> list[Any]:
+    children = tuple(sorted({0, 1, 2} - {root}))
+    ups = [(pack, profile.REDUCE, (child,), root) for child in children]
+    downs = [(pack, profile.BROADCAST, (root,), child) for child in children]
+    return [(pack, profile.ADD, children, root), *ups, *downs]
+
+
+class TraceTest(tf.test.TestCase):
+    def test_a_trace(self):
+        # Two packs, whose trees have 0 and 1 as roots and two edges each.
+        step = step_on(tfcdo.HierarchicalCopyAllReduce(num_packs=2), range(_DEVICES))
+        step()
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
+        with tfcdo.trace(path) as traced:
+            for _ in range(_STEPS):
+                step()
+        # Every copy and addition is found in every step.
+        recorded: Any = traced.recording
+        runs = recorded.runs
+        self.assertCountEqual(edges_of(runs), [*edges_of_star(0, 0), *edges_of_star(1, 1)] * _STEPS)
         for run in runs:
             self.assertGreaterEqual(run.seconds, 0.0)
-
-    def test_within_a_step_nothing_arrives_before_it_was_sent(self):
-        (by_scope,) = self.traced.recording.runs_of_step().values()
+        # Within a step nothing arrives before it was sent.
+        (by_scope,) = recorded.runs_of_step().values()
         for pack in (0, 1):
             of_pack = [run for run in by_scope if run.pack == pack]
             (added,) = [run for run in of_pack if run.kind == profile.ADD]
@@ -96,121 +94,81 @@ class TraceTest(tf.test.TestCase):
                 if run.kind == profile.BROADCAST:
                     self.assertGreaterEqual(run.start, added.end)
 
-    def test_the_summary(self):
-        found = self.traced.summary
+        found = traced.summary
         self.assertEqual(found.num_steps, _STEPS)
         self.assertBetween(found.all_reduce, 1e-9, found.step)
         self.assertBetween(found.exposed, 0.0, found.all_reduce)
-        self.assertRegex(
-            str(found), r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
-        )
+        text = r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
+        self.assertRegex(str(found), text)
 
-    def test_the_chrome_trace_has_what_ran_beside_what_was_planned(self):
-        named = {
-            one["pid"]: one["args"]["name"]
-            for one in self.content["traceEvents"]
-            if one["name"] == "process_name"
-        }
-        self.assertLen(named, 3)
-        bars = [one for one in self.content["traceEvents"] if one["ph"] == "X"]
-        self.assertLen([one for one in bars if one["pid"] == 2], 2 * 5 * _STEPS)
+        content = json.loads(path.read_text(encoding="utf-8"))
+        self.assertEqual(content["otherData"]["summary"], str(found))
+        events = content["traceEvents"]
+        self.assertLen([one for one in events if one["name"] == "process_name"], 3)
+        all_ops, ran, planned = (
+            [one for one in events if one["ph"] == "X" and one["pid"] == group]
+            for group in (1, 2, 3)
+        )
+        self.assertTrue(any(one["name"].startswith("computation/") for one in all_ops))
+        self.assertLen(ran, 2 * 5 * _STEPS)
         # One step: each pack's copies and additions, one for each edge.
-        simulated = [one for one in bars if one["pid"] == 3]
-        self.assertLen(simulated, 2 * (4 + 2))
+        self.assertLen(planned, 2 * (4 + 2))
         # Planned is set beside the typical step, from when its all-reduce began.
-        (runs,) = self.traced.recording.runs_of_step().values()
-        begin = min(run.start for run in runs)
+        begin = min(run.start for run in by_scope)
         self.assertGreater(begin, 0.0)
-        self.assertAlmostEqual(min(one["ts"] for one in simulated), begin * 1e6)
-        self.assertEqual(self.content["otherData"]["summary"], str(self.traced.summary))
-        ops = {one["name"] for one in bars if one["pid"] == 1}
-        self.assertTrue(any(name.startswith("computation/") for name in ops))
+        self.assertAlmostEqual(min(one["ts"] for one in planned), begin * 1e6)
+
+
+def _chain() -> Any:
+    return tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(_DEVICES, 0)])
 
 
 class OtherPlansTest(tf.test.TestCase):
     """Of several plans with one scope, the one that ran is shown."""
 
-    def trace_of(self, devices: Sequence[int], *, between: Any) -> Any:
-        """Records a step on some devices, after something else was done."""
-        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        step = step_on(ops, devices)
+    def test_the_same_devices_in_another_order(self):
+        step = step_on(_chain(), range(_DEVICES))
         step()
-        between()
-        profiler = recording.Profiler()
-        profiler.start()
-        step()
-        step()
-        return profiler.stop()
-
-    def check(self, found: Any, devices: Sequence[int]) -> None:
+        step_on(_chain(), (2, 0, 1))()
+        found = profiled(step, step)
         (runs,) = found.runs_of_step().values()
         plan: Any = profile.plan_of(runs, found.planned)
-        self.assertEqual(tuple(map(tu.device_name, devices)), plan.devices)
+        self.assertEqual(tu.device_names(_DEVICES), plan.devices)
         copies = {run.way for run in runs if run.kind == profile.REDUCE}
         self.assertEqual({"1→0", "2→1"}, copies)
         lanes = {run.lane for run in found.planned_runs(runs)}
         self.assertContainsSubset(copies, lanes)
 
-    def test_the_same_devices_in_another_order(self):
-        for devices, other in (((0, 1, 2), (2, 0, 1)), ((1, 0, 2), (1, 2, 0))):
-            star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-            found = self.trace_of(devices, between=step_on(star, other))
-            self.check(found, devices)
-
     def test_explaining_is_no_plan(self):
-        ops = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
         before = recently_planned()
-        told = ops.explain([(60_000,)], devices=tu.device_names(3)[::-1])
-        self.assertEqual(before, recently_planned())
+        told = _chain().explain([(60_000,)], devices=tu.device_names(_DEVICES)[::-1])
         self.assertLen(told.packs, 1)
-        devices = (0, 1, 2)
-        explain = functools.partial(ops.explain, [(60_000,)], devices=tu.device_names(3)[::-1])
-        self.check(self.trace_of(devices, between=explain), devices)
+        self.assertEqual(before, recently_planned())
 
     def test_two_orders_in_one_profile(self):
-        star = tfcdo.AllReduceCrossDeviceOps([copy_tree.chain(3, 0)])
-        steps = [step_on(star, order) for order in ((0, 1, 2), (2, 0, 1))]
+        ops = _chain()
+        steps = [step_on(ops, order) for order in ((0, 1, 2), (2, 0, 1))]
         for step in steps:
             step()
-        profiler = recording.Profiler()
-        profiler.start()
-        for step in steps:
-            step()
-        runs = profiler.stop().runs
-        copies = [run.way for run in runs if run.kind == profile.REDUCE]
+        copies = [run.way for run in profiled(*steps).runs if run.kind == profile.REDUCE]
         self.assertCountEqual(["1→0", "2→1"] * 2, copies)
 
-
-class WireTest(tf.test.TestCase):
     def test_copies_that_are_cast_are_found(self):
         ops = tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16")
-        values = tu.per_replica([tf.ones([1000])] * _DEVICES)
-        step = tf.function(lambda: ops.reduce(tu.SUM, values, values).values)
+        step = step_on(ops, range(_DEVICES))
         step()
-        profiler = recording.Profiler()
-        profiler.start()
-        step()
-        runs = profiler.stop().runs
-        self.assertCountEqual(
-            [(run.kind, run.sources, run.target) for run in runs],
-            [
-                *[(profile.REDUCE, (child,), 1) for child in (0, 2)],
-                (profile.ADD, (0, 2), 1),
-                *[(profile.BROADCAST, (1,), child) for child in (0, 2)],
-            ],
-        )
+        self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 1))
 
 
 class ArgumentsTest(parameterized.TestCase):
     def test_a_trace_is_there_at_the_end_of_its_block(self):
-        with tempfile.TemporaryDirectory() as folder:
-            path = pathlib.Path(folder) / "out.json"
-            with self.assertRaises(KeyError), tfcdo.trace(path) as traced:
-                with self.assertRaisesRegex(RuntimeError, "when its block has ended"):
-                    traced.summary  # noqa: B018
-                raise KeyError
-            # What ran before the error is there.
-            self.assertIn("traceEvents", json.loads(path.read_text()))
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
+        with self.assertRaises(KeyError), tfcdo.trace(path) as traced:
+            with self.assertRaisesRegex(RuntimeError, "when its block has ended"):
+                traced.summary  # noqa: B018
+            raise KeyError
+        # What ran before the error is there.
+        self.assertIn("traceEvents", json.loads(path.read_text()))
         self.assertStartsWith(str(traced.summary), "no all-reduce of tfcdo ran in a graph")
 
     @parameterized.parameters(
@@ -222,30 +180,9 @@ class ArgumentsTest(parameterized.TestCase):
         with self.assertRaisesRegex(error, message), tfcdo.trace(**arguments):
             self.fail("nothing may be recorded")
 
-    def test_a_profiler_that_was_not_started(self):
-        with self.assertRaisesRegex(RuntimeError, "start the profiler"):
-            recording.Profiler().stop()
 
-
-def _op(name: str, start: float, end: float, op: str = "Add") -> Event:
-    return Event(name, op, start, end, "thread")
-
-
-class ProfileTest(absltest.TestCase):
-    def test_halves_of_an_op_are_joined_in_their_order(self):
-        """A receive of one name waits in two steps at once: the first to begin ends first."""
-        halves = [
-            _op("x/_2", 4, 4, "_Recv Done"),
-            _op("x/_2", 1, 1, "_Recv Start"),
-            _op("x/_2", 2, 2, "_Recv Start"),
-            _op("y/_2", 3, 3, "_Recv Done"),
-            _op("x/_2", 7, 7, "_Recv Done"),
-            _op("z", 0, 8),
-        ]
-        joined = [(one.name, one.op, one.start, one.end) for one in profile._joined(halves)]
-        self.assertCountEqual(
-            joined, [("x/_2", "_Recv", 1, 4), ("x/_2", "_Recv", 2, 7), ("z", "Add", 0, 8)]
-        )
+def _op(name: str, start: float, end: float, op: str = "Add", *ends: str) -> Event:
+    return Event(name, op, start, end, "thread", *ends)
 
 
 class SummaryTest(absltest.TestCase):
@@ -276,26 +213,15 @@ class SummaryTest(absltest.TestCase):
 
     def test_a_copy_lasts_from_when_both_are_ready(self):
         cpu = "/job:localhost/replica:0/task:0/device:CPU:{}".format
-        to = "f/tfcdo/pack4/receive/2to0/Cast"
+        name = "tfcdo/pack4/reduce/1and2to0"
         events = [
-            Event("x/_6", "_Recv", 0.0, 1.0, "thread"),
-            Event("x/_6", "_Recv", 3.0, 5.0, "thread"),
-            Event("x/_5", "_Send", 2.0, 2.5, "thread", to, cpu(2), cpu(0)),
-            Event("y/_8", "_Recv", 5.0, 9.0, "thread"),
-            Event(
-                "y/_7", "_Send", 6.0, 6.5, "thread", "tfcdo/pack4/reduce/1and2to0", cpu(2), cpu(0)
-            ),
-            Event("z/_9", "_Send", 7.0, 7.5, "thread", "elsewhere", cpu(2), cpu(0)),
-            Event(
-                "tfcdo/pack4/reduce/1and2to0/_11",
-                "_Send",
-                9.0,
-                9.5,
-                "thread",
-                "user",
-                cpu(0),
-                cpu(1),
-            ),
+            _op("x/_6", 0.0, 1.0, "_Recv"),
+            _op("x/_6", 3.0, 5.0, "_Recv"),
+            _op("x/_5", 2.0, 2.5, "_Send", "f/tfcdo/pack4/receive/2to0/Cast", cpu(2), cpu(0)),
+            _op("y/_8", 5.0, 9.0, "_Recv"),
+            _op("y/_7", 6.0, 6.5, "_Send", name, cpu(2), cpu(0)),
+            _op("z/_9", 7.0, 7.5, "_Send", "elsewhere", cpu(2), cpu(0)),
+            _op(f"{name}/_11", 9.0, 9.5, "_Send", "user", cpu(0), cpu(1)),
         ]
         devices = tuple(map(cpu, range(3)))
         plan = Planned("f/tfcdo", devices, Plan(("CPU:0",) * 3, 3, 1, (), ()))
@@ -309,28 +235,30 @@ class SummaryTest(absltest.TestCase):
             ],
         )
 
+    def test_halves_of_an_op_are_joined_in_their_order(self):
+        """A receive of one name waits in two steps at once: the first to begin ends first."""
+        halves = [
+            _op("x/_2", 4, 4, "_Recv Done"), _op("x/_2", 1, 1, "_Recv Start"),
+            _op("x/_2", 2, 2, "_Recv Start"), _op("y/_2", 3, 3, "_Recv Done"),
+            _op("x/_2", 7, 7, "_Recv Done"), _op("z", 0, 8),
+        ]  # fmt: skip
+        wanted = [_op("x/_2", 1, 4, "_Recv"), _op("x/_2", 2, 7, "_Recv"), _op("z", 0, 8)]
+        self.assertCountEqual(profile._joined(halves), wanted)
+
     def test_intervals(self):
         self.assertEqual(recording.union([(3, 4), (0, 2), (1, 2.5)]), [(0, 2.5), (3, 4)])
         self.assertEqual(recording.intersection([(0, 2), (3, 5)], [(1, 4)]), [(1, 2), (3, 4)])
         self.assertEqual(recording.intersection([(1, 4)], [(0, 2), (3, 5)]), [(1, 2), (3, 4)])
 
-    def test_nothing(self):
-        self.assertStartsWith(str(recording.summarize([], [])), "no all-reduce of tfcdo ran")
-
 
 _SCRIPT = """
 import sys
 import tensorflow as tf
+import testing_utils as tu
 import tfcdo
-from tfcdo import tf_internals
 
-values = []
-for rank in range(2):
-    with tf.device(f"CPU:{rank}"):
-        values.append(tf.ones([1000]))
-own = tf_internals.per_replica(values)
-ops = tfcdo.HierarchicalCopyAllReduce()
-tf.function(lambda: ops.reduce(tf.distribute.ReduceOp.SUM, own, own).values)()
+own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
+tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()
 sys.exit(int(sys.argv[1]))
 """
 
@@ -340,18 +268,17 @@ class CommandTest(parameterized.TestCase):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "script.py"
         path.write_text(script)
-        with (
-            mock.patch.object(sys, "argv", []),
-            mock.patch.object(sys, "path", list(sys.path)),
-        ):
-            status, output, errors = run_tfcdo(
-                *("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
-            )
+        self.enter_context(mock.patch.object(sys, "argv", []))
+        self.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        command = ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
+        status, output, errors = run_tfcdo(*command)
         files = sorted(file.name for file in folder.iterdir())
         self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
         return status, output + errors, files
 
     def test_a_script_with_a_status_of_its_own(self):
+        with self.assertRaisesRegex(RuntimeError, "start the profiler"):
+            recording.Profiler().stop()
         status, output, files = self.run_trace()
         self.assertEqual((status, files), (3, ["out.json", "script.py"]))
         self.assertIn("tfcdo: 1 step of ", output)
@@ -360,7 +287,6 @@ class CommandTest(parameterized.TestCase):
     @parameterized.parameters(
         ("open('no-such-file')", "FileNotFoundError: .*'no-such-file'"),
         ("import sklearn.no_such_module", "ModuleNotFoundError: No module named 'sklearn"),
-        ("1 / 0", "ZeroDivisionError: division by zero"),
         ("if", "SyntaxError: "),
     )
     def test_a_script_that_fails(self, script, error):
@@ -379,17 +305,21 @@ class CommandTest(parameterized.TestCase):
 
 
 class TraceSummaryTest(parameterized.TestCase):
+    def run_epoch(self, callback: Any, epoch: int, step: Any) -> None:
+        """Calls what `fit` calls in an epoch of four steps."""
+        callback.on_epoch_begin(epoch)
+        for batch in range(4):
+            callback.on_train_batch_begin(batch)
+            step()
+            callback.on_train_batch_end(batch)
+        callback.on_epoch_end(epoch)
+
     def test_every_second_epoch(self):
-        with tf.distribute.MirroredStrategy(
-            ["CPU:0", "CPU:1"], cross_device_ops=tfcdo.HierarchicalCopyAllReduce()
-        ).scope():
-            model = keras.Sequential([keras.layers.Input((4,)), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
-        output = io.StringIO()
+        step = step_on(_chain(), range(_DEVICES))
         callback = tfcdo.keras.TraceSummary(every=2, skip=1, steps=2)
-        with contextlib.redirect_stdout(output):
-            model.fit(tf.ones([32, 4]), tf.ones([32, 2]), 4, epochs=3, verbose=0,
-                      callbacks=[callback])  # fmt: skip
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            for epoch in range(3):
+                self.run_epoch(callback, epoch, step)
         lines = output.getvalue().splitlines()
         self.assertLen(lines, 2)
         for line in lines:
@@ -403,11 +333,7 @@ class TraceSummaryTest(parameterized.TestCase):
             mock.patch.object(callbacks.Profiler, "start", side_effect=error),
             self.assertLogs(level="WARNING") as logged,
         ):
-            callback.on_epoch_begin(0)
-            for batch in range(2):
-                callback.on_train_batch_begin(batch)
-                callback.on_train_batch_end(batch)
-            callback.on_epoch_end(0)
+            self.run_epoch(callback, 0, lambda: None)
         self.assertLen(logged.output, 1)
         self.assertIn("set profile_batch=0", logged.output[0])
 
