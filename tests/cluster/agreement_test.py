@@ -242,7 +242,7 @@ class AgreementTest(parameterized.TestCase):
             make_session(Store(), cluster(1), 10.0).leave(None)
 
 
-class WatchTest(absltest.TestCase):
+class WatchTest(parameterized.TestCase):
     """A clock and counters that the test moves."""
 
     def setUp(self):
@@ -277,15 +277,22 @@ class WatchTest(absltest.TestCase):
             for host in hosts:
                 self.watches[host].look()
 
-    def test_says_who_is_waited_for(self):
-        self.counts = [11, 11, 10]  # Third step; hosts 0 and 1 wait in its second pack.
+    @parameterized.parameters(
+        # Third step; hosts 0 and 1 wait in its second pack.
+        ([11, 11, 10], 2, 2, r"host 2 \(/job:worker/task:2 at c:3\), which is busy or stopped"),
+        ([11, 9, 11], 3, 2, r"host 1 \(.*\), which waits in pack 1 of 2, time 3, of .*"),
+        ([9, 11, 10], 2, 1, r"host 2 \([^()]*\), which is busy or stopped"),  # Host 1 is ahead.
+        ([9, 11, 9], 3, 1, "all hosts at once: is the network down\\?"),
+    )
+    def test_says_who_is_waited_for(self, counts, lines, pack, waited_for):
+        self.counts = counts
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             self.look(0, 1, 2, until=70.0)
-        self.assertLen(logs.output, 2)
+        self.assertLen(logs.output, lines)
         self.assertRegex(
             logs.output[0],
-            r"pack 2 of 2, time 3, of the all-reduce of 1 value \(f\[4\]\) has waited 6\d s on "
-            r"host 0 \(.*\) for host 2 \(/job:worker/task:2 at c:3\), which is busy or stopped$",
+            rf"pack {pack} of 2, time 3, of the all-reduce of 1 value \(f\[4\]\) has waited 6\d s "
+            rf"on host 0 \([^()]*\) for {waited_for}$",
         )
         self.assertEmpty(self.aborts)
 
@@ -304,25 +311,6 @@ class WatchTest(absltest.TestCase):
         with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
             self.look(0, 1, 2, until=self.now + 1000.0)
         self.assertEmpty(self.aborts)
-
-    def test_a_host_that_waits_elsewhere(self):
-        self.counts = [11, 9, 11]
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            self.look(0, 1, 2, until=70.0)
-        self.assertRegex(logs.output[0], r"for host 1 \(.*\), which waits in pack 1 of 2, time 3")
-
-    def test_a_host_that_is_ahead_is_not_waited_for(self):
-        for counts, waited_for in (
-            ([9, 11, 10], r"host 2 \([^()]*\), which is busy or stopped"),
-            ([9, 11, 9], "all hosts at once: is the network down\\?"),
-        ):
-            self.setUp()
-            self.counts = counts
-            with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-                self.look(0, 1, 2, until=70.0)
-            self.assertRegex(
-                logs.output[0], rf"pack 1 of 2, time 3, .* on host 0 \S* .* for {waited_for}$"
-            )
 
     def test_ends_what_waits_too_long(self):
         self.counts = [11, 10, 10]

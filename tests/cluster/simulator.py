@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import heapq
+import inspect
 import random
 import sys
 import types
@@ -56,7 +57,19 @@ FAULTS = (
 )
 # What may be wrong with one host from the start.
 BUGS = ("setting", "program", "ends", "stuck", "deaf", "busy", "busy")
-RULES = types.SimpleNamespace(**vars(protocol))
+
+
+def rules(old: str = "", new: str = "") -> Any:
+    """Returns a copy of the rules, in which a part that is there once may be another."""
+    source = inspect.getsource(protocol)
+    assert not old or source.count(old) == 1, old
+    copy = types.ModuleType(protocol.__name__)
+    exec(compile(source.replace(old, new) if old else source, "rules", "exec"), vars(copy))
+    vars(copy)["digest"] = repr  # Names the same kinds as a hash does, sooner.
+    return copy
+
+
+RULES = rules()
 
 
 class _Task:
@@ -97,7 +110,7 @@ class Launcher(Process):
                 else:
                     actions = supervision.tick(world.now)
                 for action in actions:
-                    if isinstance(action, protocol.Send):
+                    if isinstance(action, rules.Send):
                         self.processes[action.worker].take_signal(action.number)
             self.result = result = supervision.result()
             world.check_result(self, result)
@@ -116,7 +129,7 @@ class Launcher(Process):
 class World:
     """One schedule."""
 
-    def __init__(self, seed: int, rules: Any = RULES, states: set[Any] | None = None) -> None:
+    def __init__(self, seed: int, rules: Any = RULES) -> None:
         self.rules = rules
         self.seed = seed
         self.random = random.Random(seed)
@@ -128,7 +141,6 @@ class World:
         self.events = 0
         self._sequence = self.last_number = 0
         self._heap: list[Any] = []
-        self.states: set[Any] = set() if states is None else states
         self.hosts = 2 + int(draw() * 2.3)
         self.is_one_machine = draw() < 0.5
         self.steps = 3 + int(draw() * 3)
@@ -261,7 +273,6 @@ class World:
         process.is_dead = True
         process.status, process.ended_at = status, self.now
         process.phase = "has ended"
-        self.note_state()
         for connection in process.connections:
             self.cut(connection)
         cluster = process.cluster
@@ -324,9 +335,6 @@ class World:
             process.frozen.clear()
 
     # Invariants.
-
-    def note_state(self) -> None:
-        self.states.add(tuple(p.phase for p in self.workers.values() if p.job == self.job))
 
     def saved(self, process: Process, name: tuple[int, int]) -> State:
         return State(name[1], process.state.runs[: name[1]])
@@ -537,9 +545,8 @@ def _cut_one_way(world: World, process: Process) -> None:
 
 def schedules(first: int, count: int, rules: Any = RULES) -> Iterator[World]:
     """Runs schedules; raises a `BrokenError` that names the seed."""
-    states: set[Any] = set()
     for seed in range(first, first + count):
-        world = World(seed, rules, states)
+        world = World(seed, rules)
         try:
             world.run()
         except BrokenError as error:
@@ -558,8 +565,7 @@ def main() -> int:
         events += world.events
         if number % 10_000 == 0 or number == arguments.schedules:
             print(
-                f"{number:,} schedules, {events:,} events, {len(world.states):,} states of hosts: "
-                "all invariants hold",
+                f"{number:,} schedules, {events:,} events: all invariants hold",
                 flush=True,
             )
     return 0
