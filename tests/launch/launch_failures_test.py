@@ -9,7 +9,7 @@ import subprocess
 
 import psutil
 from absl.testing import absltest, parameterized
-from launch_testing import SECONDS, LaunchTestCase
+from launch_testing import LaunchTestCase
 
 from tfcdo.cluster import protocol, worker
 
@@ -134,9 +134,20 @@ _MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task i
 class NothingLeftTest(LaunchTestCase):
     def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
         process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
-        for name in _MEMBERS:
-            self.read_pid(name)
+        self.wait_for(*_MEMBERS)
         return process
+
+    def wait_for(self, *names: str) -> None:
+        for name in names:
+            self.read_pid(name)
+
+    def check_end(self, process: subprocess.Popen[str], status: int, output: str = "") -> str:
+        """Asserts that all have ended; returns what the launcher has said."""
+        result = self.finish(process)
+        self.assertEqual(result.returncode, status)
+        self.assertEqual(sorted(result.stdout.splitlines()), output.splitlines())
+        self.assert_ended(*_MEMBERS)
+        return result.stderr
 
     @parameterized.parameters("SIGTERM", "SIGHUP")
     def test_signals_reach_the_workers_and_end_the_job(self, name: str):
@@ -144,26 +155,19 @@ class NothingLeftTest(LaunchTestCase):
             *("--max-restarts", "2"),
             then=f"""
 got = []
-for number in signal.{name}, signal.SIGUSR1:
-    signal.signal(number, lambda number, _: got.append(number))
+signal.signal(signal.{name}, lambda *_: got.append(1))
+signal.signal(signal.SIGUSR1, lambda *_: mark(f"told{{task}}"))
 mark(f"ready{{task}}")
-while signal.{name} not in got:
-    time.sleep(0.02)
-    if signal.SIGUSR1 in got: mark(f"told{{task}}")
+while not got: time.sleep(0.02)
 print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
 """,
         )
         for step, number in (("ready", signal.SIGUSR1), ("told", getattr(signal, name))):
-            self.read_pid(f"{step}0")
-            self.read_pid(f"{step}1")
+            self.wait_for(f"{step}0", f"{step}1")
             process.send_signal(number)  # A user's signal is only passed on.
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + number)
-        self.assertCountEqual(
-            result.stdout.splitlines(), ["worker 0 | tidied up False", "worker 1 | tidied up False"]
-        )
-        self.assertEqual(result.stderr, f"tfcdo: got {name}: passing it on to the workers\n")
-        self.assert_ended(*_MEMBERS)
+        output = "worker 0 | tidied up False\nworker 1 | tidied up False"
+        said = self.check_end(process, 128 + number, output)
+        self.assertEqual(said, f"tfcdo: got {name}: passing it on to the workers\n")
 
     def test_who_asks_twice_does_not_wait(self):
         process = self.start_family(
@@ -175,16 +179,12 @@ while True: time.sleep(0.02)
 """,
         )
         for step in ("ready", "asked"):
-            self.read_pid(f"{step}0")
-            self.read_pid(f"{step}1")
+            self.wait_for(f"{step}0", f"{step}1")
             process.send_signal(signal.SIGINT)
-        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGINT)
-        self.assert_ended(*_MEMBERS)
+        self.check_end(process, 128 + signal.SIGINT)
 
     def test_a_worker_that_ends_well_takes_its_children_along(self):
-        process = self.start_family(then="")
-        self.assertEqual(self.finish(process).returncode, 0)
-        self.assert_ended(*_MEMBERS)
+        self.check_end(self.start_family(then=""), 0)
 
     def test_a_stopped_worker_is_ended_too(self):
         process = self.start_family(
@@ -195,26 +195,22 @@ mark(f"ready{task}")
 while True: time.sleep(0.1)
 """,
         )
-        self.read_pid("ready1")
+        self.wait_for("ready1")
         os.kill(self.read_pid("worker1"), signal.SIGSTOP)
         os.kill(self.read_pid("worker0"), signal.SIGKILL)
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assertEqual(result.stdout, "worker 1 | tidied up\n")
-        self.assert_ended(*_MEMBERS)
+        self.check_end(process, 128 + signal.SIGKILL, "worker 1 | tidied up")
 
-    def test_the_launcher_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        process.kill()
-        process.wait(SECONDS)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_guard_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assert_ended(*_MEMBERS)
+    def test_the_launcher_or_a_guard_is_killed(self):
+        for victim in ("launcher", "guard"):
+            process = self.start_family(then="while True: time.sleep(0.1)")
+            if victim == "launcher":
+                process.kill()
+                self.check_end(process, -signal.SIGKILL)
+                for name in _MEMBERS:
+                    (self.folder / name).unlink()
+            else:
+                psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
+                self.check_end(process, 128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":
