@@ -176,7 +176,8 @@ class Process:
 
     def lead(self) -> Run:
         world = self.world
-        self.membership = f"run {world.number()}"
+        world.meetings += 1
+        self.membership = f"run {world.meetings}"
         meeting = world.rules.Meeting(
             _NAMES[: world.hosts], {}, self.membership, world.now + MEET_SECONDS
         )

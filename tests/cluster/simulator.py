@@ -95,7 +95,6 @@ class Launcher(Process):
         while True:
             begin = world.now
             self.inbox.clear()
-            self.killed: list[int] = []
             self.processes = [world.start_worker(host, self) for host in self.workers]
             supervision = rules.Supervision(len(self.workers), _GRACE, _LEAVE)
             while supervision.running:
@@ -131,15 +130,12 @@ class World:
 
     def __init__(self, seed: int, rules: Any = RULES) -> None:
         self.rules = rules
-        self.seed = seed
-        self.random = random.Random(seed)
-        draw = self.random.random
-        self.draw = draw
+        self.draw = draw = random.Random(seed).random
         # Until when nothing passes from one host to another, or to and from all others.
         self.ways: dict[tuple[int, int], float] = {}
         self.now = 0.0
         self.events = 0
-        self._sequence = self.last_number = 0
+        self._sequence = self.meetings = 0
         self._heap: list[Any] = []
         self.hosts = 2 + int(draw() * 2.3)
         self.is_one_machine = draw() < 0.5
@@ -179,17 +175,12 @@ class World:
         ways = (sender, ALL), (ALL, receiver)
         return max(self.ways.get(way, 0.0) for way in ways) - self.now
 
-    def number(self) -> int:
-        self.last_number += 1
-        return self.last_number
-
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + seconds, self._sequence, call, arguments))
 
     def start(self, process: Process, run: Run) -> None:
-        task = _Task(process, run)
-        self.after(0.0, self._resume, task, 0, None)
+        self.after(0.0, self._resume, _Task(process, run), 0, None)
 
     def fire(self, signal: list[Any]) -> None:
         if signal:
@@ -214,13 +205,9 @@ class World:
             self.end(process, end.status)
             return
         if type(effect) is tuple:
-            signal, timeout = effect
+            signal, effect = effect
             signal.append((task, turn))
-            effect = timeout
-        self._sequence += 1
-        heapq.heappush(
-            self._heap, (self.now + effect, self._sequence, self._resume, (task, turn, False))
-        )
+        self.after(effect, self._resume, task, turn, False)
 
     def run(self) -> None:
         """Runs the schedule; raises a `BrokenError` if an invariant does not hold."""
@@ -246,9 +233,8 @@ class World:
         self.job += 1
         self.ways.clear()  # These machines are others.
         self.limit = self.now + LIMIT_SECONDS
-        groups = [list(range(self.hosts))]
-        if not self.is_one_machine:
-            groups = [[host] for host in range(self.hosts)]
+        all_hosts = list(range(self.hosts))
+        groups = [all_hosts] if self.is_one_machine else [[host] for host in all_hosts]
         self.open = len(groups)
         self.launchers = [Launcher(self, group, self.job) for group in groups]
         for launcher in self.launchers:
@@ -316,9 +302,8 @@ class World:
 
     def stop_process(self, process: Process) -> None:
         process.is_stopped = True
-        cluster = process.cluster
-        if cluster is not None:
-            self.after(HEARTBEAT_SECONDS, self._miss, process, cluster)
+        if process.cluster is not None:
+            self.after(HEARTBEAT_SECONDS, self._miss, process, process.cluster)
 
     def _miss(self, process: Process, cluster: Cluster) -> None:
         if process.is_stopped and not process.is_dead:
@@ -564,10 +549,7 @@ def main() -> int:
     for number, world in enumerate(schedules(arguments.seed, arguments.schedules), 1):
         events += world.events
         if number % 10_000 == 0 or number == arguments.schedules:
-            print(
-                f"{number:,} schedules, {events:,} events: all invariants hold",
-                flush=True,
-            )
+            print(f"{number:,} schedules, {events:,} events: all invariants hold", flush=True)
     return 0
 
 
