@@ -61,10 +61,12 @@ BUGS = ("setting", "program", "ends", "stuck", "deaf", "busy", "busy")
 
 def rules(old: str = "", new: str = "") -> Any:
     """Returns a copy of the rules, in which a part that is there once may be another."""
-    source = inspect.getsource(protocol)
-    assert not old or source.count(old) == 1, old
+    source, name = inspect.getsource(protocol), protocol.__file__
+    if old:
+        assert source.count(old) == 1, f"{old!r} is no longer there, or not once"
+        source, name = source.replace(old, new), "a mutant"
     copy = types.ModuleType(protocol.__name__)
-    exec(compile(source.replace(old, new) if old else source, "rules", "exec"), vars(copy))
+    exec(compile(source, name, "exec"), vars(copy))
     vars(copy)["digest"] = repr  # Names the same kinds as a hash does, sooner.
     return copy
 
