@@ -9,6 +9,7 @@ import subprocess
 import sys
 import tempfile
 
+import warm_python
 from absl.testing import absltest
 
 from tfcdo.cluster import worker
@@ -33,7 +34,7 @@ class SignalsTest(absltest.TestCase):
         with tempfile.TemporaryDirectory() as folder:
             failed = pathlib.Path(folder, "failed")
             process = subprocess.Popen(
-                [sys.executable, "-c", _SCRIPT],
+                [warm_python.executable(), "-c", _SCRIPT],
                 stdout=subprocess.PIPE,
                 env={
                     **os.environ,

@@ -11,11 +11,15 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+from unittest import mock
 
 import cli_testing
 import psutil
 from absl.testing import parameterized
+
+from tfcdo.launch import supervisor
 
 # No test takes as long, unless the launcher hangs.
 SECONDS = 30
@@ -34,35 +38,59 @@ class LaunchTestCase(parameterized.TestCase):
         self.script = self.folder / "train.py"
         self.addCleanup(self._end_marked)
 
-    def start(self, *arguments: str, script: str = "") -> subprocess.Popen[str]:
+    def start(
+        self, *arguments: str, script: str, before: str = "pass", **variables: str | None
+    ) -> subprocess.Popen[str]:
         """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
-        if script:
-            self.script.write_text(PREAMBLE + textwrap.dedent(script))
+        self.script.write_text(PREAMBLE + textwrap.dedent(script))
+        program = f"{before}; from tfcdo.cli import main; main.main()"
+        with changed_variables(**variables):
+            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
         process = subprocess.Popen(
-            [sys.executable, "-m", "tfcdo.cli.main", "launch", *arguments],
+            [sys.executable, "-c", program, "launch", *arguments],
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             stdin=subprocess.DEVNULL,
             text=True,
             cwd=self.folder,
-            env={**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            env=environment,
         )
         self.addCleanup(process.kill)
         return process
 
-    def launch(self, *arguments: str, script: str = "") -> subprocess.CompletedProcess[str]:
+    def launch(self, *arguments: str, **options: Any) -> subprocess.CompletedProcess[str]:
         """Runs `tfcdo launch` to its end."""
-        return self.finish(self.start(*arguments, script=script))
+        return self.finish(self.start(*arguments, **options))
 
     def finish(self, process: subprocess.Popen[str]) -> subprocess.CompletedProcess[str]:
         out, error = process.communicate(timeout=SECONDS)
         return subprocess.CompletedProcess(process.args, process.returncode, out, error)
 
-    def assert_refused(self, named: str, *arguments: str) -> None:
-        """Asserts that wrong arguments get one line and status 2, in this process."""
+    def run_here(self, *arguments: str) -> cli_testing.Finished:
+        """Runs `tfcdo launch` in this process, with an empty script."""
         self.script.touch()
         given = [str(self.script) if word == "train.py" else word for word in arguments]
-        status, printed, errors = cli_testing.run_tfcdo("launch", *given)
+        return cli_testing.run_tfcdo("launch", *given)
+
+    def variables(
+        self, *arguments: str, **own: str | None
+    ) -> tuple[dict[str, Mapping[str, str]], str]:
+        """Returns the variables of each worker that would be started, and what is said."""
+        found: dict[str, Mapping[str, str]] = {}
+
+        def run(job: supervisor.Job) -> int:
+            with job.workers() as specs:
+                found.update((spec.name, spec.environment) for spec in specs)
+            return 0
+
+        with changed_variables(**own), mock.patch.object(supervisor, "run", run):
+            status, _, errors = self.run_here(*arguments, "train.py")
+        self.assertEqual(status, 0, errors)
+        return found, errors
+
+    def assert_refused(self, named: str, *arguments: str) -> None:
+        """Asserts that wrong arguments get one line and status 2, in this process."""
+        status, printed, errors = self.run_here(*arguments)
         self.assertEqual((status, printed), (2, ""), errors)
         (line,) = errors.splitlines()
         self.assertStartsWith(line, "tfcdo: ")
@@ -94,6 +122,17 @@ class LaunchTestCase(parameterized.TestCase):
 
     def _text(self, name: str) -> str:
         return (self.folder / name).read_text()
+
+
+@contextlib.contextmanager
+def changed_variables(**changed: str | None) -> Iterator[None]:
+    """Sets variables of this process; None removes one."""
+    with mock.patch.dict(os.environ):
+        for name, value in changed.items():
+            os.environ.pop(name, None)
+            if value is not None:
+                os.environ[name] = value
+        yield
 
 
 def is_running(pid: int) -> bool:

@@ -2,31 +2,36 @@
 
 from __future__ import annotations
 
+import io
 import os
 import re
 import signal
 import subprocess
+from unittest import mock
 
 import psutil
 from absl.testing import absltest, parameterized
-from launch_testing import SECONDS, LaunchTestCase
+from launch_testing import LaunchTestCase
 
 from tfcdo.cluster import protocol, worker
+from tfcdo.launch import supervisor
 
 
 class FailureTest(LaunchTestCase):
     def test_all_end_with_the_status_of_the_first_that_failed(self):
         result = self.launch(
             *("--workers", "3", "train.py"),
-            script="""
-            mark(f"worker{task}")
+            script=f"""
+            def end(*_):
+                print("failed", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
+                sys.exit(4)  # The others fail too when they are asked to end.
+            signal.signal(signal.SIGTERM, end)
+            mark(f"worker{{task}}")
             if task == 1:
-                while not all(os.path.exists(f"worker{other}") for other in range(3)):
+                while not all(os.path.exists(f"worker{{other}}") for other in range(3)):
                     time.sleep(0.01)
                 print("last words", file=sys.stderr)
                 sys.exit(3)
-            # The others fail too when they are asked to end.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
             while True: time.sleep(0.1)
             """,
         )
@@ -35,14 +40,10 @@ class FailureTest(LaunchTestCase):
             result.stderr,
             "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n",
         )
-        self.assert_ended("worker0", "worker1", "worker2")
-
-    def test_one_that_ends_well_ends_nobody(self):
-        result = self.launch(
-            "--workers", "2", "train.py", script="time.sleep(0.5 * task); print('done')"
+        self.assertCountEqual(
+            result.stdout.splitlines(), ["worker 0 | failed True", "worker 2 | failed True"]
         )
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertEqual(result.stdout, "worker 0 | done\nworker 1 | done\n")
+        self.assert_ended("worker0", "worker1", "worker2")
 
     def test_a_killed_worker_and_one_that_does_not_listen(self):
         result = self.launch(
@@ -83,77 +84,48 @@ class FailureTest(LaunchTestCase):
         self.assertEqual(result.returncode, 128 + signal.SIGKILL, result.stderr)
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
 
+    def test_a_worker_ended_when_its_guard_says_and_not_when_that_is_heard(self):
+        process = mock.Mock(_number=1, _end=io.BytesIO(b"3 12.5\n"))
+        supervisor.Process._wait(process)
+        process._events.put.assert_called_once_with(protocol.End(1, 3, 12.5))
+
     def test_restarts_have_new_ports_and_count(self):
-        script = f"""
-        count = int(os.environ["{worker.RESTART_COUNT}"])
-        print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
-        if task == 1: sys.exit(5 if count < 2 else 0)
-        if count < 2: time.sleep(60)
-        """
-        result = self.launch("--workers", "2", "--max-restarts", "2", "train.py", script=script)
-        self.assertEqual(result.returncode, 0)
-        counts = re.findall(r"worker 1 \| (\d)", result.stdout)
-        self.assertEqual(counts, ["0", "1", "2"])
-        self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
-
-        result = self.launch("--workers", "2", "--max-restarts", "1", "train.py", script=script)
-        self.assertEqual(result.returncode, 5)
-        self.assertEqual(re.findall(r"worker 1 \| (\d)", result.stdout), ["0", "1"])
-
-
-class RestartAskedTest(LaunchTestCase):
-    def test_workers_that_ask_for_it_are_started_again(self):
         result = self.launch(
-            *("--workers", "2", "train.py"),
+            *("--workers", "2", "--max-restarts", "2", "train.py"),
             script=f"""
-            if os.environ["{worker.RESTART_COUNT}"] != "0":
-                sys.exit(0)
-            time.sleep(5.5)  # A shorter run counts as a failure.
-            signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
-            if task == 1: sys.exit({protocol.RESTART_STATUS})
-            time.sleep(1)  # Is not asked to end, but left to make its backup.
-            sys.exit({protocol.RESTART_STATUS})
+            count = int(os.environ["{worker.RESTART_COUNT}"])
+            print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
+            if task == 1: sys.exit(5 if count < 2 else 0)
+            if count < 2: time.sleep(60)
             """,
         )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertEqual(
-            result.stderr.splitlines(),
-            [
-                "tfcdo: worker 1 asks to be started again, after a backup; waiting for the others",
-                "tfcdo: starting all workers again, as asked after a backup",
-            ],
-        )
+        self.assertEqual(result.returncode, 0)
+        counts = re.findall(r"worker 1 \| (\d) (.*)", result.stdout)
+        self.assertEqual([count for count, _ in counts], ["0", "1", "2"])
+        self.assertLen({ports for _, ports in counts}, 3)
+        self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
 
-    def test_one_that_asks_at_once_is_not_started_without_end(self):
+    def test_workers_that_ask_for_it_are_started_again_but_not_without_end(self):
         result = self.launch(
-            "--workers", "1", "train.py", script=f"sys.exit({protocol.RESTART_STATUS})"
+            *("--workers", "2", "train.py"),
+            before="from tfcdo.launch import supervisor; supervisor._SHORTEST_RUN_SECONDS = 2.0",
+            script=f"""
+            if os.environ["{worker.RESTART_COUNT}"] == "0":
+                signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
+                mark(f"worker{{task}}")
+                while not os.path.exists(f"worker{{1 - task}}"): time.sleep(0.01)
+                time.sleep(2.0)
+                # Is not asked to end, but left to make its backup.
+                if task == 0: time.sleep(0.5)
+            sys.exit({protocol.RESTART_STATUS})  # Earlier the second time: that is a failure.
+            """,
         )
         self.assertEqual(result.returncode, protocol.RESTART_STATUS)
-
-    def test_only_a_failure_makes_the_file(self):
-        script = f"""
-        def end(*_):
-            print("failed", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
-            sys.exit(4)
-        signal.signal(signal.SIGTERM, end)
-        mark(f"worker{{task}}")
-        if task == 1 and sys.argv[1] == "fail":
-            while not os.path.exists("worker0"): time.sleep(0.01)
-            sys.exit(3)
-        while True: time.sleep(0.05)
-        """
-        result = self.launch("--workers", "2", "train.py", "fail", script=script)
-        self.assertEqual(result.returncode, 3)
-        self.assertEqual(result.stdout, "worker 0 | failed True\n")
-        for name in "worker0", "worker1":
-            (self.folder / name).unlink()
-        launcher = self.start("--workers", "2", "train.py", "wait", script=script)
-        self.read_pid("worker0")
-        self.read_pid("worker1")
-        launcher.send_signal(signal.SIGTERM)
-        result = self.finish(launcher)
-        self.assertEqual(result.returncode, 128 + signal.SIGTERM)
-        self.assertEqual(result.stdout.count("failed False"), 2)
+        asks = "asks to be started again, after a backup; waiting for the others"
+        *lines, last = result.stderr.splitlines()
+        again = "tfcdo: starting all workers again, as asked after a backup"
+        self.assertEqual(lines, [f"tfcdo: worker 1 {asks}", again])
+        self.assertRegex(last, f"worker [01] {asks}")
 
 
 # A worker and a child of each kind: its own, and one in another session whose parent has ended.
@@ -170,32 +142,40 @@ _MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task i
 class NothingLeftTest(LaunchTestCase):
     def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
         process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
-        for name in _MEMBERS:
-            self.read_pid(name)
+        self.wait_for(*_MEMBERS)
         return process
 
-    @parameterized.parameters("SIGINT", "SIGTERM", "SIGHUP")
+    def wait_for(self, *names: str) -> None:
+        for name in names:
+            self.read_pid(name)
+
+    def check_end(self, process: subprocess.Popen[str], status: int, output: str = "") -> str:
+        """Asserts that all have ended; returns what the launcher has said."""
+        result = self.finish(process)
+        self.assertEqual(result.returncode, status)
+        self.assertEqual(sorted(result.stdout.splitlines()), output.splitlines())
+        self.assert_ended(*_MEMBERS)
+        return result.stderr
+
+    @parameterized.parameters("SIGTERM", "SIGHUP")
     def test_signals_reach_the_workers_and_end_the_job(self, name: str):
         process = self.start_family(
             *("--max-restarts", "2"),
             then=f"""
 got = []
 signal.signal(signal.{name}, lambda *_: got.append(1))
+signal.signal(signal.SIGUSR1, lambda *_: mark(f"told{{task}}"))
 mark(f"ready{{task}}")
 while not got: time.sleep(0.02)
-print("tidied up")
+print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
 """,
         )
-        self.read_pid("ready0")
-        self.read_pid("ready1")
-        process.send_signal(getattr(signal, name))
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + getattr(signal, name))
-        self.assertCountEqual(
-            result.stdout.splitlines(), ["worker 0 | tidied up", "worker 1 | tidied up"]
-        )
-        self.assertEqual(result.stderr, f"tfcdo: got {name}: passing it on to the workers\n")
-        self.assert_ended(*_MEMBERS)
+        for step, number in (("ready", signal.SIGUSR1), ("told", getattr(signal, name))):
+            self.wait_for(f"{step}0", f"{step}1")
+            process.send_signal(number)  # A user's signal is only passed on.
+        output = "worker 0 | tidied up False\nworker 1 | tidied up False"
+        said = self.check_end(process, 128 + number, output)
+        self.assertEqual(said, f"tfcdo: got {name}: passing it on to the workers\n")
 
     def test_who_asks_twice_does_not_wait(self):
         process = self.start_family(
@@ -206,34 +186,13 @@ mark(f"ready{task}")
 while True: time.sleep(0.02)
 """,
         )
-        for name in ("ready0", "ready1"):
-            self.read_pid(name)
-        process.send_signal(signal.SIGINT)
-        for name in ("asked0", "asked1"):
-            self.read_pid(name)
-        process.send_signal(signal.SIGINT)
-        self.assertEqual(self.finish(process).returncode, 128 + signal.SIGINT)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_user_signal_is_only_passed_on(self):
-        process = self.start(
-            *("--workers", "2", "train.py"),
-            script="""
-            got = []
-            signal.signal(signal.SIGUSR1, lambda *_: got.append(1))
-            mark(f"worker{task}")
-            while not got: time.sleep(0.02)
-            """,
-        )
-        self.read_pid("worker0")
-        self.read_pid("worker1")
-        process.send_signal(signal.SIGUSR1)
-        self.assertEqual(self.finish(process).returncode, 0)
+        for step in ("ready", "asked"):
+            self.wait_for(f"{step}0", f"{step}1")
+            process.send_signal(signal.SIGINT)
+        self.check_end(process, 128 + signal.SIGINT)
 
     def test_a_worker_that_ends_well_takes_its_children_along(self):
-        process = self.start_family(then="")
-        self.assertEqual(self.finish(process).returncode, 0)
-        self.assert_ended(*_MEMBERS)
+        self.check_end(self.start_family(then=""), 0)
 
     def test_a_stopped_worker_is_ended_too(self):
         process = self.start_family(
@@ -244,26 +203,22 @@ mark(f"ready{task}")
 while True: time.sleep(0.1)
 """,
         )
-        self.read_pid("ready1")
+        self.wait_for("ready1")
         os.kill(self.read_pid("worker1"), signal.SIGSTOP)
         os.kill(self.read_pid("worker0"), signal.SIGKILL)
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assertEqual(result.stdout, "worker 1 | tidied up\n")
-        self.assert_ended(*_MEMBERS)
+        self.check_end(process, 128 + signal.SIGKILL, "worker 1 | tidied up")
 
-    def test_the_launcher_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        process.kill()
-        process.wait(SECONDS)
-        self.assert_ended(*_MEMBERS)
-
-    def test_a_guard_is_killed(self):
-        process = self.start_family(then="while True: time.sleep(0.1)")
-        psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
-        result = self.finish(process)
-        self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assert_ended(*_MEMBERS)
+    def test_the_launcher_or_a_guard_is_killed(self):
+        for victim in ("launcher", "guard"):
+            process = self.start_family(then="while True: time.sleep(0.1)")
+            if victim == "launcher":
+                process.kill()
+                self.check_end(process, -signal.SIGKILL)
+                for name in _MEMBERS:
+                    (self.folder / name).unlink()
+            else:
+                psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
+                self.check_end(process, 128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -2,35 +2,50 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
+from unittest import mock
 
 import cli_testing
 from absl.testing import absltest, parameterized
-from launch_testing import SECONDS, LaunchTestCase
+from launch_testing import SECONDS, LaunchTestCase, changed_variables
 
 from tfcdo.cli import launch
 from tfcdo.cluster import worker
 from tfcdo.launch import cluster, supervisor
 
+# What TensorFlow prints before it has read its log level.
+_EARLY = """WARNING: All log messages before absl::InitializeLog() ...
+I0000 00:00:17.5   29 x.cc:3] text
+E0000 00:00:17.5   29 x.cc:3] text"""
+
 
 class WorkersTest(LaunchTestCase):
-    def test_each_worker_knows_the_cluster_and_its_arguments(self):
+    def test_each_worker_knows_the_cluster_and_its_arguments_and_can_listen_at_its_port(self):
         result = self.launch(
             *("--workers", "3", "--devices-per-worker", "2"),
             *("--", "train.py", "--workers", "--", "x"),
             script=f"""
+            import socket
+            config = json.loads(os.environ["TF_CONFIG"])
+            port = int(config["cluster"]["worker"][task].rpartition(":")[2])
+            with socket.socket() as server:
+                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                server.bind(("", port))
+                server.listen()
+            try:
+                socket.socket().bind(("127.0.0.1", port))  # Nobody else is given it.
+            except OSError as error:
+                taken = error.strerror
             print(json.dumps([
-                json.loads(os.environ["TF_CONFIG"]),
+                config,
                 os.environ["{worker.DEVICES_PER_WORKER}"],
                 os.environ["{worker.RESTART_COUNT}"],
                 sys.argv[1:],
                 sys.stdin.read(),
+                taken,
             ]))
             """,
         )
@@ -39,137 +54,73 @@ class WorkersTest(LaunchTestCase):
         self.assertCountEqual(lines, ["worker 0", "worker 1", "worker 2"])
         clusters = set()
         for index in range(3):
-            config, devices, restart, arguments, read = json.loads(lines[f"worker {index}"])
+            config, *others = json.loads(lines[f"worker {index}"])
             self.assertEqual(config["task"], {"type": "worker", "index": index})
-            self.assertEqual((devices, restart, read), ("2", "0", ""))
-            self.assertEqual(arguments, ["--workers", "--", "x"])
+            arguments = ["--workers", "--", "x"]
+            self.assertEqual(["2", "0", arguments, "", "Address already in use"], others)
             clusters.add(tuple(config["cluster"]["worker"]))
         (addresses,) = clusters
         self.assertLen(set(addresses), 3)
         for address in addresses:
             self.assertRegex(address, r"^127\.0\.0\.1:\d+$")
 
-    def test_a_worker_can_listen_at_its_port_and_nobody_else_is_given_it(self):
-        result = self.launch(
-            *("--workers", "2", "train.py"),
-            script="""
-            import socket
-            addresses = json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"]
-            with socket.socket() as server:
-                server.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-                server.bind(("", int(addresses[task].rpartition(":")[2])))
-                server.listen()
-            with socket.socket() as other:
-                try:
-                    other.bind(("127.0.0.1", int(addresses[task].rpartition(":")[2])))
-                except OSError as error:
-                    print(error.strerror)
-            """,
-        )
-        self.assertEqual(result.returncode, 0, result.stderr)
-        self.assertEqual(result.stdout.count("Address already in use"), 2)
-
-    def test_one_of_several_hosts(self):
-        with cluster.reserved_ports(2) as addresses:
-            pass
-        result = self.launch(
-            *("--hosts", ",".join(addresses), "--index", "1", "train.py"),
-            script=f"""
-            print(os.environ["TF_CONFIG"], "{worker.DEVICES_PER_WORKER}" in os.environ)
-            """,
-        )
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertEqual(result.stdout, f"worker 1 | {cluster.tf_config(addresses, 1)} False\n")
-
-    @parameterized.parameters(None, "by hand")
-    def test_the_token_that_keeps_jobs_apart(self, own):
-        self.enter_context(_variable(worker.CLUSTER_TOKEN, own))
-        script = f'print(os.environ.get("{worker.CLUSTER_TOKEN}"))'
-        with cluster.reserved_ports(1) as [address]:
-            pass
-        runs = [
-            self.launch("--workers", "2", "train.py", script=script),
-            self.launch("--workers", "2", "train.py"),
-            self.launch("--hosts", address, "--index", "0", "train.py"),
-        ]
-        tokens = [[line.split(" | ")[1] for line in run.stdout.splitlines()] for run in runs]
-        if own is None:
-            for first, second in tokens[:2]:
-                self.assertEqual(first, second)
-                self.assertRegex(first, "^[0-9a-f]{32}$")
-            self.assertNotEqual(tokens[0], tokens[1])
-        else:
-            self.assertEqual([[own] * 2] * 2, tokens[:2])
-        # Launchers of several machines cannot agree on one.
-        self.assertEqual([[str(own)]], tokens[2:])
-
-    def test_names_of_torchrun(self):
-        with cluster.reserved_ports(1) as [address]:
-            pass
-        script = "print(json.loads(os.environ['TF_CONFIG'])['task']['index'])"
-        local = self.launch("--nproc-per-node", "2", "--nnodes=1", "train.py", script=script)
-        self.assertCountEqual(local.stdout.splitlines(), ["worker 0 | 0", "worker 1 | 1"])
-        arguments = ("--nnodes", "1", "--node_rank", "0", "--nproc_per_node", "1")
-        result = self.launch("--hosts", address, *arguments, "train.py")
-        self.assertEqual(result.stdout, "worker 0 | 0\n", result.stderr)
-
-    def test_each_worker_has_its_gpus(self):
-        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", "4, 5,GPU-a,7,8"))
-        result = self.launch(
-            *("--workers", "2", "--gpus-per-worker", "2", "train.py"),
-            script="print(os.environ['CUDA_VISIBLE_DEVICES'])",
-        )
-        self.assertCountEqual(
-            result.stdout.splitlines(), ["worker 0 | 4,5", "worker 1 | GPU-a,7"], result.stderr
-        )
-        result = self.launch("--workers", "3", "--gpus-per-worker", "2", "train.py")
-        self.assertEqual(result.returncode, 2)
-        self.assertIn("3 workers on this machine with 2 GPUs each need 6 GPUs; CUDA", result.stderr)
-
     @parameterized.parameters(
-        ("0,1,2,3", 2, ["0,1", "2,3"]),
-        ("0,1,2,3", 3, ["0", "1", "2"]),
-        ("0,1", 1, ["0,1"]),
-        ("", 2, ["", ""]),
-        ("-1", 2, ["-1", "-1"]),
+        # torchrun's names.
+        ("--hosts a:7000 --nnodes 1 --node_rank 0 --nproc_per_node 1", ("a:7000",), [0]),
+        ("--hosts a:7000,b:8000 --index 1", ("a:7000", "b:8000"), [1]),
+        (
+            "--hosts a:7000,[::1]:8000 --node-rank=1 --nproc-per-node=2",
+            ("a:7000", "a:7001", "[::1]:8000", "[::1]:8001"),
+            [2, 3],
+        ),
     )
-    def test_no_two_workers_get_one_gpu(self, visible, workers, expected):
-        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", visible))
-        result = self.launch(
-            *("--workers", str(workers), "train.py"),
-            script="print(os.environ['CUDA_VISIBLE_DEVICES'])",
-        )
-        lines = sorted(result.stdout.splitlines())
-        self.assertEqual([line.partition(" | ")[2] for line in lines], expected, result.stderr)
-        self.assertEqual("3 workers use 3 of 4 GPUs" in result.stderr, workers == 3)
-
-    def test_too_few_gpus(self):
-        self.enter_context(_variable("CUDA_VISIBLE_DEVICES", "0"))
-        self.assert_refused("with 1 GPU each need 2 GPUs", "--workers", "2", "train.py")
-
-    def test_a_machines_share_of_a_cluster(self):
-        with cluster.reserved_ports(1) as [address]:
-            pass
-        first = int(address.rpartition(":")[2])
-        result = self.launch(
-            *("--hosts", f"a:7000,{address}", "--index", "1", "--workers", "2", "train.py"),
-            script="print(os.environ['TF_CONFIG'])",
-        )
-        addresses = ("a:7000", "a:7001", address, f"127.0.0.1:{first + 1}")
-        self.assertCountEqual(
-            result.stdout.splitlines(),
-            [f"worker {n} | {cluster.tf_config(addresses, n)}" for n in (2, 3)],
-            result.stderr,
-        )
+    def test_a_machines_share_of_a_cluster(self, arguments, addresses, numbers):
+        found, _ = self.variables(*arguments.split(), **{worker.CLUSTER_TOKEN: None})
+        configs = {f"worker {n}": {"TF_CONFIG": cluster.tf_config(addresses, n)} for n in numbers}
+        self.assertEqual(configs, found)
 
     def test_addresses(self):
         self.assertEqual(("a:2222", "[::1]:2222"), launch.parse_hosts("a:2222, [::1]:2222"))
 
-    def test_a_module(self):
-        result = self.launch(
-            "--workers", "1", "-m", "train", "a", script="print(__name__, sys.argv[1:])"
+    def test_the_token_that_keeps_jobs_apart(self):
+        name, tokens = worker.CLUSTER_TOKEN, []
+        for own in ("by hand", None, None):
+            found, _ = self.variables("--workers", "2", **{name: own})
+            [token] = {variables[name] for variables in found.values()}
+            tokens.append(token)
+        self.assertRegex(" ".join(tokens), "^by hand [0-9a-f]{32} [0-9a-f]{32}$")
+        self.assertNotEqual(*tokens[1:])
+
+    @parameterized.parameters(
+        ("0,1,2,3", 2, None, ["0,1", "2,3"]),
+        ("0,1,2,3", 3, None, ["0", "1", "2"]),
+        ("4, 5,GPU-a,7,8", 2, 2, ["4,5", "GPU-a,7"]),
+        ("0,1", 1, None, [None]),
+        ("", 2, None, [None] * 2),
+        ("-1", 2, None, [None] * 2),
+    )
+    def test_no_two_workers_get_one_gpu(self, visible, workers, each, expected):
+        given = () if each is None else ("--gpus-per-worker", str(each))
+        found, said = self.variables(
+            "--workers", str(workers), *given, CUDA_VISIBLE_DEVICES=visible
         )
-        self.assertEqual(result.stdout, "worker 0 | __main__ ['a']\n")
+        self.assertEqual(
+            expected, [variables.get("CUDA_VISIBLE_DEVICES") for variables in found.values()]
+        )
+        self.assertEqual("3 workers use 3 of 4 GPUs" in said, workers == 3)
+
+    def test_too_few_gpus(self):
+        with changed_variables(CUDA_VISIBLE_DEVICES="0"):
+            self.assert_refused("with 1 GPU each need 2 GPUs", "--workers", "2", "train.py")
+            self.assert_refused(
+                "3 workers on this machine with 2 GPUs each need 6 GPUs; CUDA",
+                *("--workers", "3", "--gpus-per-worker", "2", "train.py"),
+            )
+
+    def test_a_module(self):
+        with mock.patch.object(supervisor, "run", return_value=5) as run:
+            self.assertEqual(5, self.run_here("--workers", "1", "-m", "train", "a").status)
+        self.assertEqual((sys.executable, "-m", "train", "a"), run.call_args.args[0].command)
 
 
 class OutputTest(LaunchTestCase):
@@ -177,54 +128,41 @@ class OutputTest(LaunchTestCase):
         result = self.launch(
             *("--workers", "3", "train.py"),
             script="""
+            print(_EARLY, file=sys.stderr)
+            time.sleep(0.3 * task)  # One that ends well ends nobody.
             for number in range(300):
                 os.write(1, b"out ")
                 os.write(1, b"%d\\n" % number)
                 os.write(2, b"error %d\\n" % number)
-            os.write(1, b"no end")
-            """,
+            os.write(1, (os.environ["TF_CPP_MIN_LOG_LEVEL"] + " Grüße, no end").encode())
+            """.replace("_EARLY", repr(_EARLY)),
+            TF_CPP_MIN_LOG_LEVEL=None,
+            PYTHONIOENCODING="ascii",
         )
         self.assertEqual(result.returncode, 0)
+        # TensorFlow shows errors only, unless the user wants more.
+        errors = [_EARLY.splitlines()[2], *(f"error {number}" for number in range(300))]
+        out = [*(f"out {number}" for number in range(300)), "2 Grüße, no end"]
         for number in range(3):
             prefix = f"worker {number} | "
-            for text, word in ((result.stdout, "out"), (result.stderr, "error")):
+            for text, expected in ((result.stdout, out), (result.stderr, errors)):
                 own = [line for line in text.splitlines() if line.startswith(prefix)]
-                expected = [f"{prefix}{word} {number}" for number in range(300)]
-                self.assertEqual(own, expected + [f"{prefix}no end"] * (word == "out"))
-
-    @parameterized.parameters((None, ["E"]), ("0", ["WARNING", "I", "E"]))
-    def test_tensorflow_shows_errors_only_unless_the_user_wants_more(self, level, expected):
-        self.enter_context(_variable("TF_CPP_MIN_LOG_LEVEL", level))
-        result = self.launch(
-            *("--workers", "1", "train.py"),
-            script="""
-            print("WARNING: All log messages before absl::InitializeLog() ...", file=sys.stderr)
-            for level in "IE":
-                print(level + "0000 00:00:17.5   29 x.cc:3] text", file=sys.stderr)
-            print(os.environ["TF_CPP_MIN_LOG_LEVEL"])
-            """,
-        )
-        self.assertEqual(result.stdout, f"worker 0 | {level or 2}\n")
-        lines = [line.split(" | ")[1] for line in result.stderr.splitlines()]
-        self.assertEqual([re.split("[0:]", line)[0] for line in lines], expected)
-
-    def test_letters_of_any_encoding_reach_a_terminal_that_is_told_to_be_ascii(self):
-        self.enter_context(_variable("PYTHONIOENCODING", "ascii"))
-        result = self.launch(
-            "--workers", "1", "train.py", script="os.write(1, 'Grüße\\n'.encode())"
-        )
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-        self.assertEqual(result.stdout, "worker 0 | Grüße\n")
+                self.assertEqual(own, [prefix + line for line in expected])
 
     def test_prefixes_have_colours_where_a_terminal_has(self):
-        self.enter_context(_variable("FORCE_COLOR", "1"))
-        self.enter_context(_variable("TERM", "xterm"))
-        result = self.launch("--workers", "2", "train.py", script="print('text')")
-        lines = sorted(result.stdout.splitlines())
-        self.assertLen(lines, 2)
-        for line in lines:
-            self.assertRegex(line, r"^\x1b\[\d+mworker \d \| \x1b\[0mtext$")
-        self.assertNotEqual(lines[0][:5], lines[1][:5])
+        result = self.launch(
+            *("--workers", "2", "train.py"),
+            script=f"print({_EARLY!r}, file=sys.stderr)",
+            TF_CPP_MIN_LOG_LEVEL="0",
+            FORCE_COLOR="1",
+            TERM="xterm",
+        )
+        lines = sorted(result.stderr.splitlines())
+        found = [re.fullmatch(r"\x1b\[(\d+)mworker (\d) \| \x1b\[0m(.*)", line) for line in lines]
+        colours, workers, texts = zip(*(match.groups() for match in found if match), strict=True)
+        self.assertLen({*zip(colours, workers)}, 2)
+        self.assertLen({*colours}, 2)
+        self.assertCountEqual(texts, 2 * _EARLY.splitlines())
 
     def test_output_that_nobody_takes_ends_the_job(self):
         process = self.start(
@@ -303,29 +241,16 @@ class ArgumentsTest(LaunchTestCase):
 class EnvironmentTest(parameterized.TestCase):
     @parameterized.parameters((None, None), ("", None), ("3", 3), (" 12 ", 12))
     def test_devices_per_worker(self, text: str | None, expected: int | None):
-        with _variable(worker.DEVICES_PER_WORKER, text):
+        with changed_variables(**{worker.DEVICES_PER_WORKER: text}):
             self.assertEqual(worker.devices_per_worker(), expected)
 
     @parameterized.parameters("0", "-1", "two", "1.5", "²")
     def test_bad_devices_per_worker(self, text: str):
         with (
-            _variable(worker.DEVICES_PER_WORKER, text),
+            changed_variables(**{worker.DEVICES_PER_WORKER: text}),
             self.assertRaisesRegex(ValueError, f"_PER_WORKER must be a positive .*{text}"),
         ):
             worker.devices_per_worker()
-
-
-@contextlib.contextmanager
-def _variable(name: str, value: str | None) -> Iterator[None]:
-    before = os.environ.pop(name, None)
-    if value is not None:
-        os.environ[name] = value
-    try:
-        yield
-    finally:
-        os.environ.pop(name, None)
-        if before is not None:
-            os.environ[name] = before
 
 
 if __name__ == "__main__":

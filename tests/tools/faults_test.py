@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import collections
 import errno
+import functools
 import os
 import pathlib
 import signal
@@ -38,19 +39,66 @@ with socket.socket() as probe:
 """
 
 
+# As tools/fault_training.py, without TensorFlow: hosts make the same steps, with a backup after
+# each tenth, and may go wrong once they have been started again.
+_TRAINING = """
+import json, os, pathlib, sys, time
+import numpy as np
+folder, backup = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1], "backup")
+config = json.loads(os.environ.get("TF_CONFIG", "null")) or {"cluster": {"worker": [0]}}
+hosts, task = range(len(config["cluster"]["worker"])), config.get("task", {"index": 0})["index"]
+run = int(os.environ.get("TFCDO_RESTART_COUNT", "0"))
+wrong = os.environ["WRONG"] if run else ""
+def write(path, text):
+    (folder / f"new-{task}").write_text(text)
+    (folder / f"new-{task}").rename(path)
+write(folder / f"pid-{run}-{task}", str(os.getpid()))
+for step in range(1 + int(backup.read_text() if backup.exists() else 0), 91 - (wrong == "skips")):
+    (folder / f"begins-{run}-{task}-{step}").touch()
+    while not all((folder / f"begins-{run}-{host}-{step}").exists() for host in hosts):
+        time.sleep(0.001)
+    with (folder / f"steps-{run}-{task}").open("a") as file:
+        file.write(f"{step} {time.time()}\\n")
+    if task == 0 and step % 10 == 0:
+        write(backup, str(step))
+np.savez(folder / f"weights-{task}.npz", np.full(2, 1e-6 * (wrong == "differs")))
+"""
+_undisturbed = functools.cache(faults.undisturbed.__wrapped__)  # Of these hosts.
+
+
 class FaultsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),),
-        # The chief waits for it before the first collective, where TensorFlow raises nothing.
-        *nightly.cases((faults.Case("stop", "first step", 2, victims=(1,)),)),
-    )
-    def test_ends_with_the_same_weights(self, case: faults.Case):
+    def check(self, case: faults.Case, runs: int, problem: str = "") -> None:
         outcome = faults.run_case(case)
-        self.assertEqual(outcome.problem, "")
-        self.assertEqual(outcome.from_hosts, 0.0)
-        self.assertBetween(outcome.repeated, 1 if case.step else 0, 30)
-        self.assertEqual(outcome.runs, 2)
-        self.assertBetween(outcome.useful, 0.0, 1.0)
+        self.assertEqual(outcome.problem, problem)
+        self.assertEqual(outcome.runs, runs)
+        if not problem:
+            self.assertEqual(outcome.from_hosts, 0.0)
+            self.assertBetween(outcome.repeated, *((1, 30) if case.step and runs == 2 else (0, 0)))
+            self.assertBetween(outcome.useful, 0.0, 1.0)
+
+    def test_ends_with_the_same_weights(self):
+        # The chief waits for one that stops before the first collective, where TensorFlow raises
+        # nothing.
+        for case in nightly.cases(
+            faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),
+            faults.Case("stop", "first step", 2, victims=(1,)),
+        ):
+            self.check(case, 2)
+
+    @parameterized.parameters(
+        ("kill worker", (1,), 2, "", ""),
+        ("pause", (1,), 1, "", ""),
+        ("kill both", (0, 1), 2, "differs", "differs by 1e-06 from the same hosts"),
+        ("kill chief", (0,), 2, "skips", "steps are missing"),
+    )
+    def test_judges_hosts(self, kind, victims, runs, wrong, problem):
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        (folder / "train.py").write_text(_TRAINING)
+        training = mock.Mock(__file__=str(folder / "train.py"))
+        self.enter_context(mock.patch.object(faults, "fault_training", training))
+        self.enter_context(mock.patch.object(faults, "undisturbed", _undisturbed))
+        self.enter_context(mock.patch.dict(os.environ, WRONG=wrong))
+        self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
 
     def test_a_host_that_ends_while_the_servers_start(self):
         with cluster.reserved_ports(2) as addresses:
