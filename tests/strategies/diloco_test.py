@@ -60,9 +60,13 @@ def _outer(strategy: Any, every: int, *given: Any, **options: Any) -> Any:
 
 
 def _train(
-    strategy: Any, optimizer: Any, *callbacks: Any, count: int = BATCH * STEPS, **options: Any
+    strategy: Any,
+    optimizer: Any,
+    *callbacks: Any,
+    count: int = BATCH * STEPS,
+    tried: Any = None,
+    **options: Any,
 ) -> dict[str, np.ndarray]:
-    tried = options.pop("tried", None)
     with clusters.scope(strategy):
         model = model_with(optimizer(), **options)
     logs = model.fit(
