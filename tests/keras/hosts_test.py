@@ -15,6 +15,11 @@ from keras_training import BATCH, dense_data, dense_layers, model_of, word_data,
 _REST = 7  # The last batch does not divide by two hosts, nor by four replicas.
 
 
+def _other(strategy: Any, **options: Any) -> Any:
+    """Makes another strategy, if any; without checks, whose functions take long to trace."""
+    return other_strategy(strategy, check_in_sync=False, **options) if strategy else None
+
+
 def _fit(model: keras.Model, batches: int = 3, outlier: int | None = None) -> list[float]:
     inputs, targets = dense_data(batches * BATCH + _REST)
     if outlier is not None:
@@ -23,14 +28,15 @@ def _fit(model: keras.Model, batches: int = 3, outlier: int | None = None) -> li
 
 
 def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
-    """Clips, accumulates, averages and scales losses; the last batch does not divide."""
+    """Clips, accumulates, averages, scales losses, predicts; the last batches do not divide."""
     averaging = {"use_ema": True, "ema_momentum": 0.7, "ema_overwrite_frequency": 2}
     with scope(strategy):
         sgd = ko.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2, **averaging)
         optimizer = ko.LossScaleOptimizer(sgd, 16.0, dynamic_growth_steps=2)
         model = model_of(dense_layers, optimizer)
     loss = _fit(model)
-    return {"loss": np.array(loss), **weights(strategy, model.weights)}
+    predicted = model.predict(dense_data(BATCH + _REST)[0], BATCH, verbose=0)
+    return {"loss": np.array(loss), "predicted": predicted, **weights(strategy, model.weights)}
 
 
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
@@ -38,7 +44,7 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
 
     In one step one replica's gradients are infinite: all hosts have to leave it out.
     """
-    casting = other_strategy(strategy, exchange="float16") if strategy else None
+    casting = _other(strategy, exchange="float16")
     with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
         model = model_of(_half_layers, optimizer, run_eagerly=False)
@@ -49,7 +55,7 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
 
 def jit(strategy: Any) -> dict[str, np.ndarray]:
     """Trains with XLA, with the state on one device of each host; on one device without XLA."""
-    sharding = other_strategy(strategy, shard_optimizer_state=True) if strategy else None
+    sharding = _other(strategy, shard_optimizer_state=True)
     with scope(sharding):
         keras.utils.set_random_seed(1)
         model = keras.Sequential(word_layers())
@@ -67,15 +73,14 @@ def jit(strategy: Any) -> dict[str, np.ndarray]:
 
 def callbacks(strategy: Any) -> dict[str, np.ndarray]:
     """Takes smaller steps and stops early by the loss on other data, on one device of each host."""
-    one_device = other_strategy(strategy, devices_per_worker=1) if strategy else None
+    one_device = _other(strategy, devices_per_worker=1)
     with scope(one_device):
         model = model_of(dense_layers, ko.SGD(0.2))
     inputs, targets = dense_data(BATCH + _REST)
-    others = np.flip(inputs), np.flip(targets)
     history = model.fit(
         *(inputs, targets, len(inputs)),
         epochs=20,
-        validation_data=others,
+        validation_data=(np.flip(inputs), np.flip(targets)),
         shuffle=False,
         verbose=0,
         callbacks=[
@@ -86,14 +91,13 @@ def callbacks(strategy: Any) -> dict[str, np.ndarray]:
         ],
     )
     logs = {name: np.array(values) for name, values in history.history.items()}
-    predicted = model.predict(others[0], BATCH, verbose=0)
-    return {**logs, "predicted": predicted, **weights(one_device, model.weights)}
+    return {**logs, **weights(one_device, model.weights)}
 
 
 def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     """Counts how often each example is seen: last with a seed, before in orders that differ."""
     ids = np.arange(60)[:, None]  # The batches divide by two hosts.
-    with other_strategy(strategy, devices_per_worker=1).scope():
+    with _other(strategy, devices_per_worker=1).scope():
         table = keras.layers.Embedding(len(ids), 1, embeddings_initializer="zeros")
         model = keras.Sequential([keras.Input((1,), dtype="int32"), table, keras.layers.Flatten()])
         model.compile(ko.SGD(1.0), lambda targets, outputs: -outputs)

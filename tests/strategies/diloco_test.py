@@ -20,8 +20,10 @@ import tfcdo.keras
 from tfcdo.exchange import DiLoCo
 
 BATCH, STEPS, EPOCHS = 10, 4, 2
-# The last batch has one example, so that hosts have none.
-UNEVEN = BATCH + 1
+_sgd = functools.partial(ko.SGD, 0.1)  # A mean of its parameters is a step with a mean gradient.
+# With it, hosts differ; it is less sensitive to rounding than by default.
+_adam = functools.partial(ko.Adam, 0.02, epsilon=1e-3)
+_plain = functools.partial(ko.SGD, 1.0)  # As the outer optimizer, it averages.
 
 
 def data(count: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
@@ -40,22 +42,8 @@ def model_with(optimizer: Any, **options: Any) -> keras.Model:
     return model
 
 
-def sgd() -> Any:
-    """Makes an optimizer whose parameters' mean is the training's with mean gradients."""
-    return ko.SGD(0.1)
-
-
-def adam(**options: Any) -> Any:
-    """Makes an optimizer with which hosts differ."""
-    return ko.Adam(0.02, epsilon=1e-3, **options)  # Less sensitive to rounding than the default.
-
-
-def plain() -> Any:
-    """Makes the outer optimizer that averages."""
-    return ko.SGD(1.0)
-
-
 def _outer(strategy: Any, every: int, *given: Any, **options: Any) -> Any:
+    options = {"check_in_sync": False, **options}  # The checks' functions take long to trace.
     return other_strategy(strategy, outer=DiLoCo(every, *given), **options)
 
 
@@ -81,15 +69,15 @@ def _train(
 
 
 def synchronous(strategy: Any) -> dict[str, np.ndarray]:
-    """Averages after each step; the last batch leaves hosts without examples."""
-    averaging = _outer(strategy, 1, plain) if strategy else None
-    return _train(averaging, sgd, count=UNEVEN)
+    """Averages after each step; the last batch has one example, so that hosts have none."""
+    averaging = _outer(strategy, 1, _plain) if strategy else None
+    return _train(averaging, _sgd, count=BATCH + 1)
 
 
 def alone(strategy: Any) -> dict[str, np.ndarray]:
     """Trains a number of steps that three does not divide, and tries other data."""
     saving, saved = _Saved(), model_with("sgd")
-    results = _train(_outer(strategy, 3), adam, saving, tried=data())
+    results = _train(_outer(strategy, 3), _adam, saving, tried=data())
     saved.load_weights(_Saved.path)
     results |= {f"saved_{at}": one for at, one in enumerate(saved.get_weights())}
     return results | saving.weights
@@ -114,7 +102,7 @@ class _Saved(keras.callbacks.Callback):
 
 def fragments(strategy: Any) -> dict[str, np.ndarray]:
     """Exchanges a half of the parameters in each second step; XLA compiles two steps at a time."""
-    return _train(_outer(strategy, 4, None, 2), adam, steps_per_execution=2, jit_compile=True)
+    return _train(_outer(strategy, 4, None, 2), _adam, steps_per_execution=2, jit_compile=True)
 
 
 def scaled(strategy: Any) -> dict[str, np.ndarray]:
@@ -123,7 +111,7 @@ def scaled(strategy: Any) -> dict[str, np.ndarray]:
     The inner optimizer's state is on one device of each host.
     """
     sharding = _outer(strategy, 3, shard_optimizer_state=True)
-    accumulating = functools.partial(adam, gradient_accumulation_steps=2)
+    accumulating = functools.partial(_adam, gradient_accumulation_steps=2)
     return _train(sharding, lambda: ko.LossScaleOptimizer(accumulating(), 16.0))
 
 
@@ -134,7 +122,7 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
         # There is one backup, which stays.
         backup = tfcdo.keras.BackupAndRestore("backup", STEPS + 1, delete_checkpoint=False)
         training = _outer(strategy, 3, exchange="int8")
-        results.append(_train(training, adam, backup))
+        results.append(_train(training, _adam, backup))
     whole, resumed = results
     assert len(resumed["loss"]) == 1 < len(whole["loss"])
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}
@@ -160,7 +148,7 @@ def own_loop(strategy: Any) -> dict[str, np.ndarray]:
 def _with_step(strategy: Any) -> keras.Model:
     """Makes a model whose attribute `step` trains it on a batch."""
     with strategy.scope():
-        model, loss = model_with(adam()), keras.losses.MeanSquaredError()
+        model, loss = model_with(_adam()), keras.losses.MeanSquaredError()
         model.optimizer.build(model.trainable_variables)
 
     def on_replica(inputs: Any, targets: Any) -> None:
@@ -175,9 +163,10 @@ def _with_step(strategy: Any) -> keras.Model:
 
 def other_weights(strategy: Any) -> dict[str, np.ndarray]:
     """Begins with other weights on each host."""
-    strategy, host = _outer(strategy, 3), strategy.cluster_resolver.task_id
+    host = strategy.cluster_resolver.task_id
+    strategy = _outer(strategy, 3, check_in_sync=True)
     with strategy.scope():
-        model = model_with(adam())
+        model = model_with(_adam())
     model.set_weights([one + host for one in model.get_weights()])
     try:
         model.fit(*data(), BATCH, verbose=0, shuffle=False)
@@ -186,14 +175,6 @@ def other_weights(strategy: Any) -> dict[str, np.ndarray]:
     return {"message": np.array("")}
 
 
-SCENARIOS = (
-    alone,
-    fragments,
-    scaled,
-    int8,
-    own_loop,
-    other_weights,
-)
 _TIMEOUT = 600.0
 _PARTS = (6, 4)  # Four replicas have 3, 3, 2 and 2 of 10 examples.
 
@@ -273,7 +254,7 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
 class DiLoCoTest(tf.test.TestCase):
     def test_two_hosts(self):
         """One test, as each of pytest's processes would start hosts of its own."""
-        names = [scenario.__name__ for scenario in SCENARIOS]
+        names = ["alone", "fragments", "scaled", "int8", "own_loop", "other_weights"]
         results, _ = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, hosts in results.items():
             with self.subTest(f"all replicas hold the same: {name}"):
