@@ -20,13 +20,15 @@ import tfcdo.keras
 from tfcdo.exchange import DiLoCo
 
 BATCH, STEPS, EPOCHS = 10, 4, 2
+# Two hosts have 6 and 4 examples of a batch, and 4 and 3 of the last one.
+EXAMPLES = 37
 _sgd = functools.partial(ko.SGD, 0.1)  # A mean of its parameters is a step with a mean gradient.
 # With it, hosts differ; it is less sensitive to rounding than by default.
 _adam = functools.partial(ko.Adam, 0.02, epsilon=1e-3)
 _plain = functools.partial(ko.SGD, 1.0)  # As the outer optimizer, it averages.
 
 
-def data(count: int = BATCH * STEPS) -> tuple[np.ndarray, np.ndarray]:
+def data(count: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
     """Draws examples."""
     drawn = np.random.default_rng(7)
     inputs = drawn.normal(0, 0.4, size=[count, 36]).astype(np.float32)
@@ -51,7 +53,7 @@ def _train(
     strategy: Any,
     optimizer: Any,
     *callbacks: Any,
-    count: int = BATCH * STEPS,
+    count: int = EXAMPLES,
     tried: Any = None,
     **options: Any,
 ) -> dict[str, np.ndarray]:
@@ -176,7 +178,6 @@ def other_weights(strategy: Any) -> dict[str, np.ndarray]:
 
 
 _TIMEOUT = 600.0
-_PARTS = (6, 4)  # Four replicas have 3, 3, 2 and 2 of 10 examples.
 
 
 class _Host:
@@ -210,8 +211,8 @@ class _Outer:
         self.common = [one.astype(np.float64) for one in parameters]
         self._velocity = [np.zeros_like(one) for one in self.common]
 
-    def update(self, at, of_hosts):
-        gradient = self.common[at] - np.average(of_hosts, axis=0, weights=_PARTS)
+    def update(self, at, of_hosts, examples):
+        gradient = self.common[at] - np.average(of_hosts, axis=0, weights=examples)
         self._velocity[at] = 0.9 * self._velocity[at] - 0.7 * gradient
         self.common[at] = self.common[at] + 0.9 * self._velocity[at] - 0.7 * gradient
 
@@ -219,35 +220,42 @@ class _Outer:
 def _simulate(every, fragments=(0, 0), accumulated=1):
     """Returns what all hosts have after the first epoch, and at the end."""
     start = model_with("sgd").get_weights()
-    hosts, outer = [_Host(start, accumulated) for _ in _PARTS], _Outer(start)
+    hosts, outer = [_Host(start, accumulated) for _ in range(2)], _Outer(start)
     inputs, targets = data()
     count, period = max(fragments) + 1, every * accumulated
     last = [0] * count  # The step of each fragment's last exchange.
+    examples = np.zeros([count, 2])  # Of each host, since a fragment's last exchange.
 
-    def exchange(fragment, begun):
+    def exchange(fragment, begun, counted):
         """Exchanges the parameters with which the last step began; what it changed is kept."""
         for at, own in enumerate(fragments):
             if own == fragment:
-                outer.update(at, [value[at] for value in begun])
+                outer.update(at, [value[at] for value in begun], counted[fragment])
                 for host, before in zip(hosts, begun, strict=True):
                     host.values[at] = outer.common[at] + (host.values[at] - before[at])
+        examples[fragment] -= counted[fragment]
 
     for done in range(1, EPOCHS * STEPS + 1):
-        begun, first = [host.values[:] for host in hosts], (done - 1) % STEPS * BATCH
-        for host, part in zip(hosts, _PARTS, strict=True):
-            host.step(inputs[first : first + part], targets[first : first + part])
-            first += part
+        begun, counted = [host.values[:] for host in hosts], examples.copy()
+        first = (done - 1) % STEPS * BATCH
+        parts = np.array_split(np.arange(first, min(first + BATCH, EXAMPLES)), 4)  # Of replicas.
+        for index, host in enumerate(hosts):
+            rows = np.concatenate(parts[2 * index : 2 * index + 2])
+            host.step(inputs[rows], targets[rows])
+            examples[:, index] += len(rows)
         for fragment in range(count):
             # Fragments are exchanged while the next step is computed.
             at = done - (fragment + 1) * period // count - (count > 1)
             if at % period == 0 and (count == 1 or done > 1):
-                exchange(fragment, begun if count > 1 else [host.values[:] for host in hosts])
+                if count == 1:
+                    begun, counted = [host.values[:] for host in hosts], examples.copy()
+                exchange(fragment, begun, counted)
                 last[fragment] = done - (count > 1)
         if done == STEPS:
             after_epoch = outer.common[:]
     for fragment in range(count):
         if last[fragment] < done:
-            exchange(fragment, [host.values[:] for host in hosts])
+            exchange(fragment, [host.values[:] for host in hosts], examples.copy())
     return after_epoch, outer.common
 
 
