@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
@@ -26,7 +25,6 @@ from tfcdo.topology.presets import preset
 _SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 # Flat and not, some of one shape, which are stacked; the sum of no two sizes is a third one's.
 _SHAPES = ((400,), (20, 30), (1000,), (), (20, 30), (7, 11), (1300,), (2, 2, 3), (7, 11))
-_ROWS, _WIDTH = 50, 8
 
 # The argument's name in the error: the strategy's arguments on host 0 and on all others, and how
 # the error shows each. The first case once gave incorrect sums. `mirrored_test` has the other
@@ -58,7 +56,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
     def packed_otherwise(other: Any) -> None:
         with mock.patch.object(packing, "_SECONDS_PER_OP", 6.5e-6 if is_chief else 0.0):
             decide.decide.cache_clear()
-            _dense(other)
+            _check_sums(other)
 
     def another_op(other: Any) -> None:
         value = _per_replica(other, lambda replica: tf.ones([3]))
@@ -113,21 +111,13 @@ def unlike_correct(strategy: Any) -> None:
                 mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
             )
         detection.detect_with_reason.cache_clear()
-        _check_sums(
-            strategy,
+        for arguments in (
             {"exchange": "bfloat16"},
             {"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
             {"cross_device_ops": tfcdo.AllReduceCrossDeviceOps("packed_trees", 0)},
-        )
+        ):
+            _check_sums(other_strategy(strategy, **arguments))
     detection.detect_with_reason.cache_clear()
-
-
-def _check_sums(strategy: Any, *settings: dict[str, Any]) -> None:
-    """Checks dense values and rows, with the arguments of some strategies."""
-    for arguments in settings:
-        other = other_strategy(strategy, **arguments)
-        _dense(other)
-        _rows(other)
 
 
 def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
@@ -147,36 +137,13 @@ def _numbers(shape: tuple[int, ...], replica: int, position: int) -> np.ndarray:
     return draw.integers(-9, 10, shape).astype(np.float32)
 
 
-def _tensor(arrays: Sequence[np.ndarray], replica: int) -> tf.Tensor:
-    return tf.constant(arrays[replica])
-
-
-def _dense(strategy: Any) -> None:
+def _check_sums(strategy: Any) -> None:
     arrays = [
         [_numbers(shape, replica, position) for replica in range(strategy.num_replicas_in_sync)]
         for position, shape in enumerate(_SHAPES)
     ]
-    values = [_per_replica(strategy, functools.partial(_tensor, own)) for own in arrays]
+    values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]
     results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         for part in strategy.experimental_local_results(result):
             np.testing.assert_array_equal(part, np.sum(own, 0, np.float64))
-
-
-def _rows(strategy: Any) -> None:
-    def make(position: int, replica: int) -> tf.IndexedSlices:
-        indices = np.random.default_rng([replica, position, 1]).integers(0, _ROWS, replica + 1)
-        values = _numbers((replica + 1, _WIDTH), replica, position)
-        return tf.IndexedSlices(
-            tf.constant(values), tf.constant(indices), tf.constant([_ROWS, _WIDTH])
-        )
-
-    values = [_per_replica(strategy, functools.partial(make, own)) for own in range(2)]
-    results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
-    for position, result in enumerate(results):
-        expected = np.zeros([_ROWS, _WIDTH])
-        for replica in range(strategy.num_replicas_in_sync):
-            own = make(position, replica)
-            np.add.at(expected, own.indices.numpy(), own.values.numpy())
-        for part in strategy.experimental_local_results(result):
-            np.testing.assert_array_equal(tf.convert_to_tensor(part), expected)

@@ -201,22 +201,6 @@ def functions_end(strategy: Any) -> None:
         assert graph() is None, wire
 
 
-def requires_nccl(strategy: Any) -> None:
-    """Asserts that NCCL is not replaced where it is required."""
-    ops = tfcdo.NcclAllReduce(require_nccl=True)
-    required = other_strategy(strategy, cross_device_ops=ops)
-
-    def step() -> tf.Tensor:
-        return tf.distribute.get_replica_context().all_reduce("SUM", tf.ones([3]))
-
-    try:
-        required.run(step)
-    except RuntimeError as error:
-        assert "NCCL cannot run (require_nccl=True)" in str(error), error
-    else:
-        raise AssertionError("it did not raise")
-
-
 _TIMEOUT = 240.0
 _UNLIKE = ("unlike_correct", "unlike_refused")
 # (scenario, how far from one device): near float32 rounding, but for layers that compute in 16
@@ -239,7 +223,6 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                 "end_of_data",
                 "all_values",
                 "functions_end",
-                "requires_nccl",
                 "flat",
             ),
         ),
