@@ -314,6 +314,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         machines = [pcie, dataclasses.replace(pcie, addition_bandwidth=1.0)]
         wires = [auto(wire_dtype=name) for name in ("float16", "bfloat16")]
         fed_back = auto(wire_dtype="float16", error_feedback=True)
+        cast, blocks = tfcdo.exchange.Cast("bfloat16"), tfcdo.exchange.Blocks
+        by_nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
         for key, first, other, left, right in (
             ("", hierarchical(), auto(), "HierarchicalCopyAllReduce", "AutoAllReduce"),
             ("", auto(), None, "AutoAllReduce", "by default"),
@@ -331,33 +333,28 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             ("require_nccl", nccl(), nccl(require_nccl=True), "False", "True"),
             ("nccl", auto(), auto(nccl=False), "True", "False"),
             ("reduce_to_device", one("/cpu:0"), one("CPU:1"), "CPU:0", "CPU:1"),
-        ):
-            self.check_compared(key, {"ops": first}, {"ops": other}, left, right)
-        blocks = tfcdo.exchange.Blocks
-        by_nccl = tf.distribute.experimental.CommunicationImplementation.NCCL
-        for key, first, other, left, right in (
-            ("exchange", {}, {"exchange": tfcdo.exchange.Cast("bfloat16")}, "Sum", "dtype='bf"),
+            ("exchange", {}, {"exchange": cast}, "Sum", "dtype='bf"),
             ("exchange", {}, {"exchange": lambda path, spec: None}, "Sum", "<lambda>"),
             (
                 "exchange",
-                {"exchange": blocks("int8")},
-                {"exchange": blocks("int8", error_feedback=True)},
+                *({"exchange": blocks("int8", error_feedback=back)} for back in (False, True)),
                 *("error_feedback=False", "error_feedback=True"),
             ),
             ("bytes_per_pack", {}, {"bytes_per_pack": 64}, "0", "64"),
             ("implementation", {}, {"implementation": by_nccl}, "AUTO", "NCCL"),
         ):
-            self.check_compared(key, first, other, left, right)
+            of_hosts = [
+                self.settings(**(given if isinstance(given, dict) else {"ops": given}))
+                for given in (first, other)
+            ]
+            with self.subTest(f"{key}: {left}, {right}"):
+                told = protocol.differences(of_hosts[0], "host 0", of_hosts[1], "host 1")
+                shown = rf"{key}: [^:]*{left}[^:]* on host 0, [^:]*{right}[^:]* on host 1"
+                self.assertRegex(told, shown)
 
-    def check_compared(self, key, first, other, left, right):
-        def settings(ops=None, exchange=tfcdo.exchange.Sum(), **options):  # noqa: B008 (frozen)
-            made = tf.distribute.experimental.CommunicationOptions(**options)
-            return strategies._settings(made, ops, exchange)
-
-        with self.subTest(f"{key}: {left}, {right}"):
-            told = protocol.differences(settings(**first), "host 0", settings(**other), "host 1")
-            shown = rf"{key}: [^:]*{left}[^:]* on host 0, [^:]*{right}[^:]* on host 1"
-            self.assertRegex(told, shown)
+    def settings(self, ops=None, exchange=None, **options):
+        made = tf.distribute.experimental.CommunicationOptions(**options)
+        return strategies._settings(made, ops, exchange or tfcdo.exchange.Sum())
 
     def test_exchanges_are_checked_before_anything_starts(self):
         make: Any = tfcdo.MultiWorkerMirroredStrategy
