@@ -142,7 +142,7 @@ def _check_sums(strategy: Any) -> None:
         [_numbers(shape, replica, position) for replica in range(strategy.num_replicas_in_sync)]
         for position, shape in enumerate(_SHAPES)
     ]
-    values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]
+    values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]  # type: ignore[misc]
     results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         for part in strategy.experimental_local_results(result):
