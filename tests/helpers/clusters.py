@@ -108,6 +108,7 @@ def _run_host(file: str, devices: str, folder: str, *names: str) -> None:
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=int(devices))
     host = strategy.cluster_resolver.task_id
+    os.chdir(folder)  # So that scenarios leave files for each other by names alone.
     for name in names:
         start = time.monotonic()
         results = getattr(scenarios, name)(strategy)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -36,19 +35,6 @@ def _function(body: Any) -> Any:
     return tf.function(body, autograph=False)
 
 
-def _constant(arrays: Sequence[Any], replica: int) -> tf.Tensor:
-    return tf.constant(arrays[replica])
-
-
-def _zeros(shape: Sequence[int], replica: int) -> tf.Tensor:
-    del replica  # All replicas have as little.
-    return tf.zeros(shape)
-
-
-def _at(make: Callable[[int], Sequence[Any]], position: int, replica: int) -> Any:
-    return make(replica)[position]
-
-
 def _events_counted() -> int:
     """Counts how often collectives have been entered or left on this host."""
     shared = session.current()
@@ -77,6 +63,9 @@ class _Case:
             lambda context: make(context.replica_id_in_sync_group)
         )
 
+    def distributed(self, arrays: Sequence[Any]) -> Any:
+        return self.per_replica(lambda replica: tf.constant(arrays[replica]))
+
     def same(self, expected: np.ndarray, value: Any, dtype: tf.DType | None = None) -> None:
         """Asserts exact values, equal on all replicas of this host."""
         for part in self.strategy.experimental_local_results(value):
@@ -89,29 +78,30 @@ class _Case:
             for dtype in DTYPES
         }
         scalars = [np.float32(r + 1) for r in range(self.replicas)]
-        arguments = {
-            name: self.per_replica(functools.partial(_constant, own))
-            for name, own in numbers.items()
-        }
-        arguments["scalar"] = self.per_replica(functools.partial(_constant, scalars))
+        arguments = {name: self.distributed(own) for name, own in numbers.items()}
+        arguments["scalar"] = self.distributed(scalars)
         # Numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
         wide = [
             tf.cast(tu.numbers((99,), tf.float32, r, 20_000), tf.bfloat16).numpy()
             for r in range(self.replicas)
         ]
-        arguments["wide"] = self.per_replica(functools.partial(_constant, wide))
+        arguments["wide"] = self.distributed(wide)
         arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
-        for reduce_op in (SUM, MEAN):
+        # Of means, one dtype of each kind of result.
+        of_means = (tf.bfloat16, tf.float32, tf.int8, tf.int32, tf.complex64)
+        for reduce_op, dtypes in ((SUM, DTYPES), (MEAN, of_means)):
+            kept = {one.name for one in dtypes} | (arguments.keys() - numbers.keys())
+            given = {name: value for name, value in arguments.items() if name in kept}
 
             def step(values: Mapping[str, tf.Tensor], reduce_op: Any = reduce_op) -> Any:
                 return tf.distribute.get_replica_context().all_reduce(reduce_op, values)
 
-            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
+            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(given)
             self.same(tu.oracle(reduce_op, scalars), results["scalar"], tf.float32)
             self.same(np.zeros([0, 2]), results["empty"], tf.float32)
             once = tf.cast(tu.oracle(reduce_op, wide), tf.bfloat16)
             self.same(tu.exact(once), results["wide"], tf.bfloat16)
-            for dtype in DTYPES:
+            for dtype in dtypes:
                 # All sums of 8 values of up to 8 are exact; means are so for 4 replicas.
                 expected = tu.oracle(reduce_op, numbers[dtype.name])
                 wanted = tu.result_dtype(reduce_op, dtype)
@@ -141,7 +131,8 @@ class _Case:
                 for size, shape, dtype, index_dtype, more in kinds
             )
 
-        given = [make(replica) for replica in range(self.replicas)]
+        given = list(zip(*(make(replica) for replica in range(self.replicas))))
+        arguments = [self.per_replica(lambda r, own=own: own[r]) for own in given]  # type: ignore[misc]
         for reduce_op in (SUM, MEAN):
 
             def merge(strategy: Any, *values: Any, reduce_op: Any = reduce_op) -> Any:
@@ -151,11 +142,8 @@ class _Case:
             def step(*values: tf.IndexedSlices, merge: Any = merge) -> Any:
                 return tf.distribute.get_replica_context().merge_call(merge, values)
 
-            arguments = [
-                self.per_replica(functools.partial(_at, make, one)) for one in range(len(kinds))
-            ]
             results = wrap(lambda *values, step=step: self.strategy.run(step, values))(*arguments)
-            for kind, own, result in zip(kinds, zip(*given), results, strict=True):
+            for kind, own, result in zip(kinds, given, results, strict=True):
                 divisor = self.replicas if reduce_op == MEAN else 1
                 expected = np.concatenate([tu.exact(one.values) for one in own]) / divisor
                 indices = np.concatenate([one.indices for one in own])
@@ -169,21 +157,18 @@ class _Case:
     def gather(self, wrap: Any) -> None:
         """Gathers along each axis; in one function, whose tracing takes longest."""
         values, axes, expected = [], [], []
-        for axis in (0, 1, -1):
 
-            def make(replica: int, axis: int = axis) -> tf.Tensor:
-                shape = [2, 2, 2]
-                shape[axis] = replica + 1
-                return tf.fill(shape, float(replica))
-
-            values.append(self.per_replica(make))
+        def add(arrays: Sequence[np.ndarray], axis: int) -> None:
+            values.append(self.distributed(arrays))
             axes.append(axis)
-            expected.append(np.concatenate([make(r) for r in range(self.replicas)], axis))
+            expected.append(np.concatenate(arrays, axis))
+
+        boxes = [np.full([r + 1, 2, 2], r, np.float32) for r in range(self.replicas)]
+        for axis in (0, 1, -1):
+            add([np.moveaxis(box, 0, axis) for box in boxes], axis)
         # Nothing on any host: a collective of no elements would never end.
         for shape, axis in (((0, 2), 0), ((3, 0), 1), ((3, 0), 0)):
-            values.append(self.per_replica(functools.partial(_zeros, shape)))
-            axes.append(axis)
-            expected.append(np.concatenate([np.zeros(shape, np.float32)] * self.replicas, axis))
+            add([np.zeros(shape, np.float32)] * self.replicas, axis)
 
         def gather(values: Sequence[Any]) -> list[Any]:
             return [self.strategy.gather(value, axis) for value, axis in zip(values, axes)]
@@ -194,46 +179,38 @@ class _Case:
 
     def gather_structure(self, wrap: Any) -> None:
         """Values of all dtypes and of several shapes in one go, where replicas meet and on each."""
-
-        shapes: Mapping[str, Callable[[int], tuple[int, ...]]] = {
-            "none": lambda replica: (replica, 2),
-            "some": lambda replica: (2 * replica + 1,),
-            "deep": lambda replica: (1, 2, 1),
-        }
-
-        def make(replica: int, name: str, dtype: tf.DType) -> tf.Tensor:
-            return tf.cast(tf.fill(shapes[name](replica), replica), dtype)
-
+        shapes: Sequence[Callable[[int], tuple[int, ...]]] = (
+            lambda replica: (2 * replica + 1,),
+            lambda replica: (replica, 2),
+            lambda replica: (1, 2, 1),
+        )
         # All dtypes, and all shapes of one of them.
-        kinds = {f"{name} float32": (name, tf.float32) for name in shapes}
-        kinds |= {dtype.name: (list(shapes)[i % 3], dtype) for i, dtype in enumerate(COPIED)}
-        value = {
-            key: self.per_replica(lambda r, kind=kind: make(r, *kind))  # type: ignore[misc]
-            for key, kind in kinds.items()
+        kinds = [(tf.float32, shape) for shape in shapes]
+        kinds += [(dtype, shapes[index % 3]) for index, dtype in enumerate(COPIED)]
+        arrays = {
+            index: [np.full(shape(r), r).astype(dtype.as_numpy_dtype) for r in range(self.replicas)]
+            for index, (dtype, shape) in enumerate(kinds)
         }
-        wanted = {
-            key: np.concatenate([make(r, *kind).numpy() for r in range(self.replicas)])
-            for key, kind in kinds.items()
-        }
+        value = {index: self.distributed(own) for index, own in arrays.items()}
 
         def on_each(value: Any) -> Any:
             return tf.distribute.get_replica_context().all_gather(value, axis=0)
 
-        for body in (
-            lambda value: self.strategy.gather(value, 0),
-            lambda value: self.strategy.run(on_each, (value,)),
+        for body, count in (
+            (lambda value: self.strategy.gather(value, 0), 4),
+            (lambda value: self.strategy.run(on_each, (value,)), len(kinds)),
         ):
-            step = wrap(body)
-            gathered = step(value)
+            step, own = wrap(body), {index: value[index] for index in range(count)}
+            gathered = step(own)
             if isinstance(step, tf.types.experimental.PolymorphicFunction):
                 # All values of a dtype in one collective, after one for how many rows there are.
-                nodes = step.get_concrete_function(value).graph.as_graph_def().node
+                nodes = step.get_concrete_function(own).graph.as_graph_def().node
                 collectives = [node.name for node in nodes if "Collective" in node.op]
                 assert len(collectives) <= 1 + len(COPIED), collectives
             for key, result in gathered.items():
-                for own in self.strategy.experimental_local_results(result):
-                    assert own.dtype == kinds[key][1]
-                    np.testing.assert_array_equal(own.numpy(), wanted[key])
+                for part in self.strategy.experimental_local_results(result):
+                    assert part.dtype == kinds[key][0]
+                    np.testing.assert_array_equal(part.numpy(), np.concatenate(arrays[key]))
 
     def refused(self, wrap: Any) -> None:
         """Texts, which no collective takes, are refused before any has begun.

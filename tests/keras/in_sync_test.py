@@ -23,51 +23,43 @@ import tfcdo.keras
 from tfcdo.training import models
 
 
-def _break(model: keras.Model, variable: str, replica: int) -> None:
+def _break(model: keras.Model, variable: str, replica: int, by: float = 0.25) -> None:
     """Changes one number on one replica."""
     variables = [*model.weights, *model.optimizer.variables]
     (found,) = [v for v in variables if v.path.endswith(variable)]
     copies = model.distribute_strategy.experimental_local_results(found.value)
     change = np.zeros(found.shape)
-    change.flat[-1] = 0.25
+    change.flat[-1] = by
     copies[replica].assign_add(change)
 
 
 class ComparisonTest(TrainingTestCase):
-    @parameterized.parameters(("kernel", 2), ("bias_momentum", 1))
-    def test_names_variable_replica_and_difference(self, variable, replica):
-        model = trained_eagerly(3, lambda: keras.optimizers.SGD(0.1, momentum=0.5), steps=1)
-        comparison = models.WeightComparison(model)
-        self.assertIsNone(comparison.difference())
-        _break(model, variable, replica)
-        self.assertRegex(
-            str(comparison.difference()),
-            rf"^replica {replica} holds other numbers of \S*{variable} than replica 0, by "
-            r"0\.25\d* at most; of 6 variables 1 differ somewhere$",
-        )
-
-    def test_only_digests_are_sent(self):
-        with strategy_of(3).scope():
-            model = model_of(dense_layers, "adam")
-            model.optimizer.build(model.trainable_variables)
-        digests_of_all = models.WeightComparison(model)._digests.get_concrete_function()
-        (gathered,) = [
-            op.outputs[0] for op in digests_of_all.graph.get_operations() if op.type == "ConcatV2"
-        ]
-        self.assertEqual((gathered.shape, gathered.dtype), ((3, 8), tf.int64))
-
-    def test_variables_of_a_replica_s_own_are_left_out(self):
+    def test_names_variable_replica_and_difference(self):
         model = trained_eagerly(
-            2,
-            lambda: keras.optimizers.SGD(0.1),
+            3,
+            lambda: keras.optimizers.SGD(0.1, momentum=0.5),
             steps=1,
             layers=lambda: [*dense_layers(), keras.layers.BatchNormalization()],
         )
-        strategy = model.distribute_strategy
-        moving = model.non_trainable_variables[0].value
-        own = [copy.numpy() for copy in strategy.experimental_local_results(moving)]
-        self.assertNotAllClose(own[0], own[1])
-        self.assertIsNone(models.WeightComparison(model).difference())
+        comparison = models.WeightComparison(model)
+        with self.subTest("variables of a replica's own are left out"):
+            moving = model.non_trainable_variables[0].value
+            own = [one.numpy() for one in model.distribute_strategy.unwrap(moving)]
+            self.assertNotAllClose(own[0], own[1])
+            self.assertIsNone(comparison.difference())
+        for variable, replica in (("kernel", 2), ("bias_momentum", 1)):
+            with self.subTest(variable):
+                _break(model, variable, replica)
+                self.assertRegex(
+                    str(comparison.difference()),
+                    rf"^replica {replica} holds other numbers of \S*{variable} than replica 0, by "
+                    r"0\.25\d* at most; of 10 variables 1 differ somewhere$",
+                )
+                _break(model, variable, replica, -0.25)
+        with self.subTest("only digests are sent"):
+            graph = comparison._digests.get_concrete_function().graph
+            (gathered,) = [op.outputs[0] for op in graph.get_operations() if op.type == "ConcatV2"]
+            self.assertEqual((gathered.shape, gathered.dtype), ((3, 10), tf.int64))
 
 
 class FitTest(TrainingTestCase):
@@ -79,7 +71,7 @@ class FitTest(TrainingTestCase):
         strategy = strategy_of(2)
         strategy.extended.checks_in_sync = True
         with strategy.scope():
-            model = model_of(dense_layers, "sgd", run_eagerly=False)
+            model = model_of(dense_layers, "sgd")
         model.steps_per_execution = steps_per_execution
 
         def at(batch: int, logs: Any) -> None:
@@ -88,7 +80,7 @@ class FitTest(TrainingTestCase):
 
         def fit() -> None:
             breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
-            model.fit(*dense_data(8 * BATCH), BATCH, callbacks=[breaking], verbose=0)
+            model.fit(*dense_data(step * BATCH), BATCH, callbacks=[breaking], verbose=0)
 
         if not is_found:
             fit()

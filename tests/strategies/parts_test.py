@@ -38,6 +38,17 @@ class _Pair(typing.NamedTuple):
     second: tf.Tensor
 
 
+# Structures of batches, made from a vector.
+_STRUCTURES = (
+    ("one", lambda numbers: numbers),
+    ("tuple_of_one", lambda numbers: (numbers,)),
+    ("dict", lambda numbers: {"a": numbers, "b": (numbers * 2, None)}),
+    ("named_tuple", lambda numbers: _Pair(numbers, tf.stack([numbers] * 2, 1))),
+    ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
+    ("ragged", lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0))),
+)
+
+
 def _flat(element):
     return [
         one.numpy() for one in tf.nest.flatten(element, expand_composites=True) if one is not None
@@ -56,17 +67,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(place, tuple(map(int, traced)))
 
     # On three replicas; each batch is checked against numpy's rows.
-    @parameterized.named_parameters(
-        ("one", lambda numbers: numbers),
-        ("tuple_of_one", lambda numbers: (numbers,)),
-        ("dict", lambda numbers: {"a": numbers, "b": (numbers * 2, None)}),
-        ("named_tuple", lambda numbers: _Pair(numbers, tf.stack([numbers] * 2, 1))),
-        ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
-        (
-            "ragged",
-            lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0)),
-        ),
-    )
+    @parameterized.named_parameters(*_STRUCTURES)
     def test_structures(self, make):
         dataset = _Dataset.range(1, 18).batch(7).map(make)  # 7, 7 and 3 examples.
         cut = list(parts.cut(dataset, 0, 3, 3))
@@ -128,35 +129,35 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
     """Keras's methods for one batch, which have each replica take all of it."""
 
-    @parameterized.parameters((2, {}), (3, {"run_eagerly": True}), (3, {"jit_compile": True}))
-    def test_as_on_one_device(self, replicas, options):
+    @parameterized.parameters((3, (5, 1), "run_eagerly"), (2, (1,), "jit_compile"))
+    def test_as_on_one_device(self, replicas, rows, option):
         strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
-        expected = _on_batches(tf.distribute.get_strategy(), options)
-        for one, other in zip(expected, _on_batches(strategy, options), strict=True):
+        # XLA draws other numbers.
+        rate = 0.0 if option == "jit_compile" else 0.4
+        expected = _on_batches(tf.distribute.get_strategy(), rows, rate, "run_eagerly")
+        for one, other in zip(expected, _on_batches(strategy, rows, rate, option), strict=True):
             self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
 
     def test_metrics_have_the_types_of_one_device(self):
         with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
             model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            model.compile("sgd", "mse", run_eagerly=True)
         values = np.ones([3, 2]), np.ones([3, 1])
         self.assertIsInstance(model.test_on_batch(*values), float)
         logs = model.train_on_batch(*values, None, None, True)
         self.assertEqual({"loss": float}, {name: type(value) for name, value in logs.items()})
 
 
-def _on_batches(strategy, options):
+def _on_batches(strategy, sizes, rate, option):
     """Trains on batches that do not divide, one of them of one example; returns all results."""
     keras.utils.set_random_seed(1)
     draw = np.random.default_rng(0)
-    # XLA draws other numbers.
-    rate = 0.0 if "jit_compile" in options else 0.4
     with strategy.scope():
-        layers = [keras.layers.Dense(4, "tanh"), keras.layers.Dropout(rate, seed=3)]
-        model = keras.Sequential([keras.Input([5]), *layers, keras.layers.Dense(1)])
-        model.compile("sgd", "mse", metrics=["mae"], weighted_metrics=["mse"], **options)
+        dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
+        model = keras.Sequential([keras.Input([5]), dropout, dense])
+        model.compile("sgd", "mse", metrics=["mae"], weighted_metrics=["mse"], **{option: True})
     results = []
-    for rows in (5, 1, 7):
+    for rows in sizes:
         batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
         weights = draw.uniform(0.1, 2.0, rows)
         results.append(model.train_on_batch(*batch, weights))
@@ -196,23 +197,17 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     def test_alike_on_all_hosts(self, make):
         self.assertFalse(self.warned(make))
 
-    @parameterized.named_parameters(
-        ("one", lambda number: number),
-        ("tuple_of_one", lambda number: (number,)),
-        ("tuple", lambda number: (number, {"text": tf.constant("a"), "none": None})),
-        ("named_tuple", lambda number: _Pair(number, tf.ragged.constant([[1], [2, 3]]))),
-        ("sparse", lambda number: [number, tf.sparse.from_dense([0, 1])]),
-    )
+    @parameterized.named_parameters(*_STRUCTURES)
     def test_copies_of_arrays_have_the_same_structure(self, make):
         def element(_):
-            return make(tf.numpy_function(lambda: np.float32(3), [], tf.float32))
+            array = tf.numpy_function(lambda: np.ones(2, np.int64), [], tf.int64)
+            return make(tf.ensure_shape(array, [2]))
 
         dataset = _Dataset.range(2).map(element)
         copies = parts.prepared(dataset, None)
         self.assertIsNot(dataset, copies)
         self.assertEqual(dataset.element_spec, copies.element_spec)
-        pairs = zip(dataset, copies, strict=True)
-        for one, copy in pairs:
+        for one, copy in zip(dataset, copies, strict=True):
             for own, expected in zip(_flat(copy), _flat(one), strict=True):
                 self.assertAllEqual(expected, own)
 
