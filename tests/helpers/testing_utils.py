@@ -74,6 +74,15 @@ def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> 
     )
 
 
+def variables(value: Any, count: int) -> list[tf.Variable]:
+    """Equal variables, one on each of the first devices."""
+    made = []
+    for device in device_names(count):
+        with tf.device(device):
+            made.append(tf.Variable(value))
+    return made
+
+
 def kernels_for(*device_types: str) -> Any:
     """Pretends that TensorFlow has NCCL kernels for these device types and no others.
 
