@@ -301,6 +301,18 @@ class ValuesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         (result,) = tu.all_reduce(make_ops(), MEAN, [tu.per_replica(own)])
         self.assertAllEqual([1.5], result.value)
 
+    @parameterized.parameters(*tu.FLOATS_16)
+    def test_means_of_16_bits_are_rounded_once(self, dtype):
+        arrays = [tu.numbers((100, 1), tf.float32, rank, limit=20_000) for rank in range(3)]
+        arrays = [tf.cast(own, dtype).numpy() for own in arrays]
+        expected = tf.cast(tu.oracle(MEAN, arrays), dtype)
+        rows = [tf.IndexedSlices(tf.constant(own), tf.range(100)) for own in arrays]
+        ops = tfcdo.ReductionToOneDevice(sum_equal_rows=True)
+        values = [tu.per_replica(own) for own in (arrays, rows)]
+        dense, sparse = tu.all_reduce(ops, MEAN, values)
+        self.assertAllEqual(expected, dense.value)
+        self.assertAllEqual(expected, sparse.value.values)
+
     def test_sums_special_values(self):
         own = [[np.inf, -np.inf, np.nan, 1], [1.0] * 4, [1, 1, 1, np.inf]]
         (result,) = tu.all_reduce(make_ops(), SUM, [tu.per_replica(own)])

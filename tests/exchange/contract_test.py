@@ -179,11 +179,7 @@ class BrokenTest(parameterized.TestCase):
         ("start_step must be an int; got 1.5", PowerSGD, {"rank": 1, "start_step": 1.5}),
         ("fraction must be above 0 and at most 1; got 2", TopK, {"fraction": 2}),
         ("fraction must be a number; got '1'", TopK, {"fraction": "1"}),
-        (
-            "error_feedback must be True or False; got 1",
-            TopK,
-            {"fraction": 0.1, "error_feedback": 1},
-        ),
+        ("error_feedback must be True .* got 1", TopK, {"fraction": 1, "error_feedback": 1}),
         ("dtype must be 'bfloat16' or 'float16'; got 'int8'", Cast, {"dtype": "int8"}),
         ("dtype must be 'int8'; got 'float16'", Blocks, {"dtype": "float16"}),
         ("block must be at least 2; got 1", Blocks, {"block": 1}),
@@ -208,9 +204,8 @@ class CastsTest(tf.test.TestCase, parameterized.TestCase):
             _, block = BY_NAME[wire].layout(size, count)
             bound = block_error_bound(values, count, block)
         else:
-            bound = error_bound(
-                np.sum(np.abs(values), 0), 1, count, wire, tf.as_dtype(values.dtype)
-            )
+            magnitudes, dtype = np.sum(np.abs(values), 0), tf.as_dtype(values.dtype)
+            bound = error_bound(magnitudes, 1, count, wire, dtype)
         error = np.abs(self.step(hosts, values) - np.sum(values, 0, np.float64)) / bound
         self.assertLessEqual(np.max(error), 1)
         return error

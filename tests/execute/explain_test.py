@@ -14,7 +14,7 @@ import tfcdo
 from tfcdo import topology
 from tfcdo.plan.copy_tree import chain, two_level
 
-_DGX1 = {"topology": topology.preset("dgx1", 3)}
+_DGX1: dict[str, Any] = {"topology": topology.preset("dgx1", 3)}
 OPS: dict[str, Any] = {
     "hierarchical": lambda **kw: tfcdo.HierarchicalCopyAllReduce(num_packs=2, **kw),
     "ring": lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw),

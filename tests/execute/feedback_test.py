@@ -208,13 +208,21 @@ class RefusedTest(tf.test.TestCase):
 class OwnersTest(tf.test.TestCase, parameterized.TestCase):
     """Each model's residuals are its own, whatever calls it, and stay with it."""
 
-    def test_each_batch_of_a_function_gets_its_own_back(self):
+    @parameterized.parameters(False, True)
+    def test_each_batch_of_a_function_gets_its_own_back(self, of_variables):
         ops = make_ops()
         steps = (ROUNDED, -3 - 2 * TINY["bfloat16"])
         trainings = [Training(ops) for _ in steps]
+
+        @tf.function(autograph=False)
+        def both() -> Any:
+            if of_variables:
+                return [training.reduce()[0] for training in trainings]
+            values = [tu.per_replica([tf.fill([4], step)] * 3) for step in steps]
+            return [ops.batch_reduce(SUM, [(own, own)])[0].values[0] for own in values]
+
         for training, step in zip(trainings, steps, strict=True):
             training.assign(step)
-        both = tf.function(lambda: [training.reduce()[0] for training in trainings])
         totals = np.sum([[total[0] for total in both()] for _ in range(16)], 0, np.float64)
         self.assertAllClose(48 * np.array(steps), totals, rtol=0, atol=2 * MOST)
 

@@ -395,7 +395,7 @@ ROUNDOFF = roundoff("float16")
 
 
 class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
-    def make(self, **feedback: bool) -> Any:
+    def make(self, **feedback: Any) -> Any:
         return tfcdo.NcclAllReduce(2, require_nccl=True, wire_dtype="float16", **feedback)
 
     @parameterized.parameters((EAGER, tf.float32, MEAN), (FUNCTION, tf.float64, SUM))
@@ -467,8 +467,9 @@ class AutoTest(tf.test.TestCase):
         self.assertRegex(told.reason, reason)
         logged = " ".join(record.getMessage() for record in logs.records)
         self.assertRegex(logged, said)
-        # Trees that NCCL does not use are not planned, which may take seconds.
-        self.assertLessEqual(logged.count("auto takes"), 1, logged)
+        if "has no measurement" in logged:
+            # Trees that NCCL does not use are not planned, which may take seconds.
+            self.assertEqual(1, logged.count("auto takes"), logged)
 
     def test_takes_nccl_where_it_runs_unless_asked_for_trees(self):
         auto, ring = tfcdo.AutoAllReduce, tfcdo.AllReduceCrossDeviceOps("ring")
