@@ -22,37 +22,30 @@ def refusal(count):
 _GROWING = """
 returned = {count: configure_virtual_cpus(count) for count in (2, 3, 1)}
 seen = names()
-print(json.dumps([returned, seen, configure_virtual_cpus(3), refusal(4)]))
+told = [returned, seen, configure_virtual_cpus(3), refusal(4)]
 """
 _STARTED = """
 tf.zeros(1)
-print(json.dumps([configure_virtual_cpus(1), refusal(2), names()]))
+told = [configure_virtual_cpus(1), refusal(2), names()]
 """
-
-
 _THREADS = """
 import os
 from tfcdo.virtual_devices import configure_threads
 threading = tf.config.threading
-def told(cores, devices):
+def of(cores, devices):
     os.cpu_count = lambda: cores
     returned = configure_threads(devices)
     return returned, threading.get_inter_op_parallelism_threads()
-many, few, again = told(64, 4), told(2, 4), told(2, 8)
+told = [of(64, 4), of(2, 4), of(2, 8)]
 threading.set_inter_op_parallelism_threads(0)
 os.environ["TF_NUM_INTEROP_THREADS"] = "3"
-print(json.dumps([many, few, again, told(2, 4)]))
+told.append(of(2, 4))
 """
 
 
 def _told(story: str) -> Any:
-    result = subprocess.run(
-        [warm_python.executable(), "-c", _PREAMBLE + story],
-        check=True,
-        capture_output=True,
-        text=True,
-    )
-    return json.loads(result.stdout)
+    code = f"{_PREAMBLE}{story}print(json.dumps(told))"
+    return json.loads(subprocess.check_output([warm_python.executable(), "-c", code], text=True))
 
 
 class ConfigureVirtualCpusTest(parameterized.TestCase):
@@ -73,22 +66,16 @@ class ConfigureVirtualCpusTest(parameterized.TestCase):
         self.assertIn("already started with 1: call configure_virtual_cpus(2) before", refused)
         self.assertEqual(seen, ["/device:CPU:0"])
 
-    @parameterized.parameters(0, -1)
-    def test_rejects_numbers_below_one(self, count: int):
-        with self.assertRaisesRegex(ValueError, f"count must be at least 1; got {count}"):
-            configure_virtual_cpus(count)
-
-    @parameterized.parameters(True, 2.0, "2", None)
-    def test_rejects_what_is_not_an_int(self, count: Any):
-        with self.assertRaisesRegex(TypeError, "count must be an int; got"):
+    @parameterized.parameters(
+        (0, "at least 1; got 0"), (-1, "at least 1; got -1"), (True, "an int; got"), ("2", "an int")
+    )
+    def test_the_number_is_checked(self, count: Any, message: str):
+        with self.assertRaisesRegex((ValueError, TypeError), f"count must be {message}"):
             configure_virtual_cpus(count)
 
     def test_more_threads_than_cores_unless_somebody_has_chosen(self):
-        many_cores, few_cores, chosen, chosen_by_variable = _told(_THREADS)
-        self.assertEqual(many_cores, [0, 0])
-        self.assertEqual(few_cores, [16, 16])
-        self.assertEqual(chosen, [16, 16])
-        self.assertEqual(chosen_by_variable, [0, 0])
+        # On many cores, on few, where tfcdo has chosen, and where the variable has.
+        self.assertEqual([[0, 0], [16, 16], [16, 16], [0, 0]], _told(_THREADS))
 
 
 if __name__ == "__main__":

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import ast
 import inspect
-import pathlib
 import re
 import subprocess
 from typing import Any
@@ -21,27 +19,13 @@ from testing_utils import MEAN, SUM
 import tfcdo
 from tfcdo import cross_device_ops, log
 from tfcdo.plan import algorithms
+from tfcdo.plan.copy_tree import chain, star
 
 ALL_REDUCES: list[Any] = [
     tfcdo.AllReduceCrossDeviceOps,
     tfcdo.NcclAllReduce,
     tfcdo.HierarchicalCopyAllReduce,
 ]
-_COMMON = cross_device_ops.CommonOptions.__doc__ or ""
-
-
-_EXPORTED = ("ReductionToOneDevice", "NcclAllReduce", "HierarchicalCopyAllReduce")
-_HELPERS = {
-    "cross_device_utils",
-    "reduce_non_distributed_value",
-    "simple_broadcast",
-    "_simple_reduce",
-    "_simple_gather",
-    "_group_value_by_device",
-    "_ungroup_and_make_mirrored",
-    "_pack_tensors",
-    "_unpack_tensors",
-}
 
 
 class SignatureTest(parameterized.TestCase):
@@ -67,65 +51,57 @@ class SignatureTest(parameterized.TestCase):
     def test_options_that_several_classes_accept(self, cls):
         options: dict[str, Any] = {"sparse_as_dense": True, "sum_equal_rows": True}
         options |= {"wire_dtype": "float16", "error_feedback": True}
-        accepted = cross_device_ops.CommonOptions
+        documented = accepted = cross_device_ops.CommonOptions
         if cls is not tfcdo.ReductionToOneDevice:
             options["topology"] = tfcdo.topology.preset("dgx1")
             accepted = cross_device_ops.AllReduceOptions
         # As a reference or an editor shows them.
         self.assertEqual(set(accepted.__annotations__), set(options))
-        for name in options:
-            self.assertIn(f"      {name}: ", (accepted.__doc__ or "") + _COMMON)
-        made = cls(**options)
+        made = repr(cls(**options))
         for name, value in options.items():
-            self.assertIn(f"{name}={getattr(value, 'name', value)!r}", repr(made))
-        for unknown in ("wire", "topologie"):
-            message = rf"{cls.__name__}\(\) got an unexpected keyword argument '{unknown}'"
-            with self.assertRaisesRegex(TypeError, message):
-                cls(**{unknown: None})
-        for message, refused in (
+            self.assertIn(f"      {name}: ", f"{accepted.__doc__}{documented.__doc__}")
+            self.assertIn(f"{name}={getattr(value, 'name', value)!r}", made)
+        unexpected = ("wire", "topologie") if "topology" in options else ("wire", "topology")
+        refusals: list[tuple[str, dict[str, Any]]] = [
+            *[(f"{cls.__name__}.* unexpected .* '{name}'", {name: None}) for name in unexpected],
             ("sparse_as_dense must be True or False; got None", {"sparse_as_dense": None}),
             ("sum_equal_rows must be True or False; got 1", {"sum_equal_rows": 1}),
             ("wire_dtype must be .*'float32'", {"wire_dtype": "float32"}),
             ("wire_dtype must be .*16", {"wire_dtype": 16}),
             ("error_feedback must be False without wire_dtype", {"error_feedback": True}),
             ("error_feedback must be True or False; got 1", options | {"error_feedback": 1}),
-        ):
+        ]
+        for message, refused in refusals:
             with self.assertRaisesRegex((TypeError, ValueError), message):
                 cls(**refused)
         self.assertIn("wire_dtype='bfloat16'", repr(cls(wire_dtype=tf.bfloat16)))
         self.assertNotIn("wire", repr(cls()))
-        if cls is tfcdo.ReductionToOneDevice:
-            with self.assertRaisesRegex(TypeError, "unexpected keyword argument 'topology'"):
-                tfcdo.ReductionToOneDevice(topology=None)  # type: ignore[call-arg]
 
     def test_repr(self):
-        for made, expected in (
-            (
-                tfcdo.AutoAllReduce(topology=tfcdo.topology.preset("dgx1")),
-                "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
-            ),
-            (
-                tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7),
-                "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=None, "
-                "agg_small_grads_max_bytes=7, agg_small_grads_max_group=10, topology=None, "
-                "require_nccl=False)",
-            ),
-        ):
-            self.assertEqual(expected, repr(made))
+        dgx1 = tfcdo.topology.preset("dgx1")
+        self.assertEqual(
+            "AutoAllReduce(topology='dgx1', plan=None, nccl=True)",
+            repr(tfcdo.AutoAllReduce(topology=dgx1)),
+        )
+        self.assertEqual(
+            "AllReduceCrossDeviceOps(all_reduce_alg='ring', num_packs=None, "
+            "agg_small_grads_max_bytes=7, agg_small_grads_max_group=10, topology=None, "
+            "require_nccl=False)",
+            repr(tfcdo.AllReduceCrossDeviceOps("ring", agg_small_grads_max_bytes=7)),
+        )
 
-    @parameterized.parameters("hierarchical_copy", "ring", "auto")
+    @parameterized.parameters("hierarchical_copy", "auto", [[chain(3), star(3)]])
     def test_nccl_is_required_of_nccl_only(self, algorithm):
-        with self.assertRaisesRegex(ValueError, f"require_nccl must .*{algorithm}"):
+        with self.assertRaisesRegex(ValueError, "require_nccl must .*which does not use NCCL"):
             tfcdo.AllReduceCrossDeviceOps(algorithm, require_nccl=True)
 
     def test_classes(self):
         for cls in [tfcdo.ReductionToOneDevice, *ALL_REDUCES]:
-            self.assertTrue(issubclass(cls, tf.distribute.CrossDeviceOps))
             # Between it and the abstract base there is nothing of TensorFlow.
             for base in cls.__mro__[: cls.__mro__.index(tf.distribute.CrossDeviceOps)]:
                 self.assertStartsWith(base.__module__, "tfcdo.")
-        for cls in ALL_REDUCES:
-            self.assertTrue(issubclass(cls, tfcdo.AllReduceCrossDeviceOps))
+            is_one = cls is tfcdo.ReductionToOneDevice
+            self.assertEqual(not is_one, issubclass(cls, tfcdo.AllReduceCrossDeviceOps))
         self.assertRegex(tfcdo.__version__, r"^\d+\.\d+\.\d+")
 
 
@@ -157,8 +133,7 @@ class ConstructorTest(parameterized.TestCase):
 
     @parameterized.parameters("/cpu:77", "GPU:0", "gpu", "/job:worker/task:5/cpu:0")
     def test_there_must_be_such_a_device(self, device):
-        value = tu.per_replica([1.0, 2.0])
-        ops = tfcdo.ReductionToOneDevice(device)
+        value, ops = tu.per_replica([1.0, 2.0]), tfcdo.ReductionToOneDevice(device)
         with self.assertRaisesRegex(ValueError, f"reduce_to_device .*exists; got '{device}'"):
             ops.reduce(SUM, value, value)
 
@@ -174,26 +149,21 @@ class ConstructorTest(parameterized.TestCase):
             "tf.config.set_logical_device_configuration(cpu, parts)\n"
             "print(len(tf.config.list_logical_devices('CPU')))\n"
         )
-        done = subprocess.run(
-            [warm_python.executable(), "-c", code],
-            check=True,
-            stdout=subprocess.PIPE,
-            text=True,
-        )
-        self.assertEqual("3", done.stdout.strip())
+        told = subprocess.check_output([warm_python.executable(), "-c", code], text=True)
+        self.assertEqual("3", told.strip())
 
     @parameterized.parameters(
-        None, 3.0, ([1.0],), lambda: tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
-        lambda: tf.ragged.constant([[1.0]]), lambda: tf.sparse.from_dense([1.0]),
-    )  # fmt: skip
-    def test_accumulation_fn_must_return_a_tensor(self, returned):
-        returned = returned() if callable(returned) else returned
+        lambda: 3.0,
+        lambda: tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])),
+        lambda: tf.ragged.constant([[1.0]]),
+    )
+    def test_accumulation_fn_must_return_a_tensor(self, make):
         value = tu.per_replica([1.0, 2.0])
-        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _: returned)
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _: make())
         with self.assertRaisesRegex(TypeError, "accumulation_fn must return a tensor; it returned"):
             ops.reduce(SUM, value, value)
 
-    @parameterized.parameters(3, "add_n", ([],))
+    @parameterized.parameters(3, "add_n")
     def test_accumulation_fn_is_checked(self, function):
         with self.assertRaisesRegex(TypeError, "accumulation_fn"):
             tfcdo.ReductionToOneDevice(accumulation_fn=function)
@@ -225,6 +195,14 @@ class AccumulationTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         self.assertAllEqual([True] * 2, ops.reduce(SUM, value, value).values)
         with self.assertRaisesRegex(ValueError, "of a dtype that TensorFlow adds; got bool"):
             ops.reduce(MEAN, value, value)
+
+    def test_rows_go_past_it(self):
+        """They are added as for any mean: in floats, as no int8 is three times as much."""
+        rows = tf.IndexedSlices(tf.constant([[100], [-128]], tf.int8), tf.constant([2, 5]))
+        ops = tfcdo.ReductionToOneDevice(accumulation_fn=tf.add_n, sum_equal_rows=True)
+        (result,) = tu.all_reduce(ops, MEAN, [tu.per_replica([rows] * 3)])
+        self.assertEqual(tf.float32, result.value.dtype)
+        self.assertAllEqual([[100], [-128]], result.value.values)
 
 
 class RefusalTest(tf.test.TestCase, parameterized.TestCase):
@@ -288,32 +266,11 @@ class NcclOnCpuTest(tf.test.TestCase):
         log.warn_once.cache_clear()
         value = tu.per_replica([1.0, 2.0, 3.0])
         with tu.kernels_for("GPU"), mock.patch.object(logging, "warning") as warning:
-            for ops in tfcdo.NcclAllReduce(), tfcdo.AllReduceCrossDeviceOps("nccl"):
-                for _ in range(3):
-                    self.assertAllEqual([6.0] * 3, ops.reduce(SUM, value, value).values)
+            for ops in 2 * [tfcdo.NcclAllReduce(), tfcdo.AllReduceCrossDeviceOps("nccl")]:
+                self.assertAllEqual([6.0] * 3, ops.reduce(SUM, value, value).values)
         warning.assert_called_once()
         text = warning.call_args.args[0] % warning.call_args.args[1:]
         self.assertRegex(text, "(?s)NcclAllReduce.*CPU.*AutoAllReduce")
-
-
-class SourceTest(tf.test.TestCase):
-    def test_no_source_names_tensorflows_reductions(self):
-        """tfcdo's own classes have the same names, so attributes and imports are what counts.
-
-        The commands that compare tfcdo with TensorFlow's classes have to name them.
-        """
-        package = pathlib.Path(tfcdo.__file__).parent
-        comparisons = {*package.glob("cli/*.py"), *package.glob("bench/*.py")}
-        for path in set(package.rglob("*.py")) - comparisons:
-            for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
-                names = []
-                if isinstance(node, ast.Attribute):
-                    names = [node.attr]
-                    if ast.unparse(node).startswith("tf.distribute."):
-                        self.assertNotIn(node.attr, _EXPORTED, path)
-                elif isinstance(node, (ast.Import, ast.ImportFrom)):
-                    names = [alias.name.rpartition(".")[2] for alias in node.names]
-                self.assertEmpty(_HELPERS.intersection(names), path)
 
 
 if __name__ == "__main__":

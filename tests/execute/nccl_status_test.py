@@ -42,6 +42,14 @@ SPELLED = ["gpu:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU
 
 
 class StatusTest(tf.test.TestCase, parameterized.TestCase):
+    def check_cannot(self, status: tfcdo.NcclStatus, *said: str) -> None:
+        self.assertFalse(status.can_run)
+        self.assertNotEmpty(status.reason)
+        self.assertNotEmpty(status.remedy)
+        self.assertEqual(f"{status.reason}; {status.remedy}", str(status))
+        for part in said:
+            self.assertIn(part, str(status))
+
     @parameterized.parameters(
         # The device types with a kernel, the parts of each GPU (0: not divided), the devices, and
         # what reason and remedy say.
@@ -50,10 +58,8 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         (NO_KERNEL, (0, 0), names(0, 1), "no NcclAllReduce kernel", "GPU", REMEDY),
         (BOTH, (0, 0), ["/gpu:0", "/cpu:0"], "mix", "CPU and GPU", "one type"),
         (GPU_KERNEL, (0, 0), TWO_TASKS, "one process", TWO_TASKS[1], "MultiWorkerMirrored"),
-        (BOTH, (0, 0), ["", ""], "not known while this function is traced", "strategy.run"),
-        (BOTH, (0, 0), ["/gpu:0", ""], "not known"),
+        (BOTH, (0, 0), ["/gpu:0", ""], "not known while this function is traced", "strategy.run"),
         (GPU_KERNEL, (0, 0), names(0, 1, 2), "no GPU:2", "sees 2 GPU devices"),
-        (GPU_KERNEL, (), names(0, 1), "no GPU:0", "sees 0 GPU devices"),
         (CPU_KERNEL, None, ["/cpu:0", "/cpu:77"], "no CPU:77", "sees", "CPU devices"),
         (BOTH, (0, 0), names(0, 1, 0), "on one device", "each replica"),
         (CPU_KERNEL, None, ["/cpu:3", "/device:CPU:3"], "on one device"),
@@ -65,23 +71,11 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         with kernels_for(*kernels), contextlib.nullcontext() if parts is None else gpus(*parts):
             self.check_cannot(tfcdo.nccl_status(devices), *said)
 
-    def check_cannot(self, status: tfcdo.NcclStatus, *said: str) -> None:
-        self.assertFalse(status.can_run)
-        self.assertNotEmpty(status.reason)
-        self.assertNotEmpty(status.remedy)
-        self.assertEqual(f"{status.reason}; {status.remedy}", str(status))
-        for part in said:
-            self.assertIn(part, str(status))
-
     @parameterized.parameters(
-        (GPU_KERNEL, (0, 0), names(0, 1)),
         (GPU_KERNEL, (0,) * 8, names(*range(8))),
-        (GPU_KERNEL, (0, 0, 0), SPELLED),
         (GPU_KERNEL, (0, 0, 0), tuple(SPELLED)),
         # One logical device of each GPU will do; a processor's share no GPU.
-        (GPU_KERNEL, (0, 3, 2), names(0, 1, 4)),
         (GPU_KERNEL, (0, 3, 2), names(0, 3, 5)),
-        (GPU_KERNEL, (0, 3, 2), names(2, 4)),
         (CPU_KERNEL, None, tu.ALL_DEVICES),
     )
     def test_where_nccl_can_run(self, kernels, parts, devices):
@@ -91,12 +85,14 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual("an NcclAllReduce kernel is registered for these devices", str(status))
 
     @parameterized.parameters(
-        *[(dtype, True) for dtype in (tf.float16, "float32", tf.float64, tf.int32, "int64", float)],
-        *[(dtype, False) for dtype in ("bfloat16", "complex64", "int8", "uint32", "bool")],
+        *[(dtype, True) for dtype in (tf.float16, "float32", tf.int32, "int64", float)],
+        *[(dtype, False) for dtype in ("bfloat16", "complex64", "int8", "bool")],
     )
     def test_dtypes(self, dtype, is_taken):
         with kernels_for("GPU"), gpus(0, 0):
             status = tfcdo.nccl_status(names(0, 1), dtype)
+            with self.assertRaises(TypeError):
+                tfcdo.nccl_status(names(0, 1), "bogus")
         self.assertEqual(status.can_run, is_taken)
         if not is_taken:
             self.check_cannot(status, f"not take {dtype} but float16, float32,", "cast")
@@ -109,7 +105,6 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
             self.assertTrue(tfcdo.nccl_status(names(1, 2)).can_run)
 
     @parameterized.parameters(
-        ((), "devices must be a list"),
         ("/gpu:0", "devices must be a list"),
         (["/gpu:0", "nonsense"], "each of devices.*nonsense"),
         (["/gpu:0", None], "each of devices.*None"),
@@ -117,10 +112,6 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
     def test_wrong_devices(self, devices, message):
         with self.assertRaisesRegex(ValueError, message):
             tfcdo.nccl_status(devices)
-
-    def test_dtype_must_be_one(self):
-        with kernels_for("GPU"), gpus(0, 0), self.assertRaises(TypeError):
-            tfcdo.nccl_status(names(0, 1), "bogus")
 
 
 if __name__ == "__main__":

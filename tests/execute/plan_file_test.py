@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
-import tempfile
+from typing import Any
 
 import tensorflow as tf
 import testing_utils as tu
@@ -22,16 +22,14 @@ K = 4
 
 
 class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    def folder(self) -> pathlib.Path:
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        return pathlib.Path(folder.name)
-
     def save(self, topology: Topology, algorithm: str, num_packs: int | None = None) -> str:
-        path = self.folder() / "plan.json"
+        path = pathlib.Path(self.get_temp_dir(), "plan.json")
         plan = evaluate(algorithm, topology, 10**6, num_packs)
         path.write_text(plan.to_json(), encoding="utf-8")
         return str(path)
+
+    def explain(self, ops: tfcdo.AutoAllReduce, count: int = K) -> Any:
+        return ops.explain([(4000,)], devices=tu.device_names(count))
 
     @parameterized.parameters(("ring", 3), ("packed_trees", None))
     def test_runs_the_trees_of_the_plan(self, algorithm, num_packs):
@@ -53,53 +51,45 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     def test_a_plan_for_the_machine_at_hand_needs_no_topology(self):
         ops = tfcdo.AutoAllReduce(plan=self.save(preset("shared_memory", K), "shuffle"))
-        told = ops.explain([(4000,)], devices=tu.device_names(K))
+        told = self.explain(ops)
         self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
 
     def test_a_plan_for_a_measurement_of_these_devices_needs_no_topology(self):
         name = str(detection.name_of_measured(tu.device_names(K)))
         machine = dataclasses.replace(preset("pcie", K), name=name)
         ops = tfcdo.AutoAllReduce(plan=self.save(machine, "shuffle"))
-        told = ops.explain([(4000,)], devices=tu.device_names(K))
+        told = self.explain(ops)
         self.assertEqual((told.algorithm, told.num_packs), ("shuffle", K))
         self.assertIn(f"the topology {name!r} was given", told.reason)
         with self.assertRaisesRegex(ValueError, "for 4 devices, and there are 3"):
-            ops.explain([(4000,)], devices=tu.device_names(3))
+            self.explain(ops, 3)
         other = dataclasses.replace(machine, name=f"{name}, of another model")
         ops = tfcdo.AutoAllReduce(plan=self.save(other, "shuffle"))
         with self.assertRaisesRegex(ValueError, "of another model', and these devices are"):
-            ops.explain([(4000,)], devices=tu.device_names(K))
+            self.explain(ops)
 
-    @parameterized.parameters(
-        (
-            3,
-            "it was made for 4 devices, and there are 3; make one here with `tfcdo plan -t here:3 "
-            "--save FILE`$",
-        ),
-        (
-            4,
-            "it was made for 'pcie', and these devices are 'shared_memory'; make one .*here:4 .*, "
-            "or pass the plan's own machine as topology= to use it all the same",
-        ),
-    )
-    def test_a_plan_for_another_machine_is_refused(self, count, reason):
-        ops = tfcdo.AutoAllReduce(plan=self.save(preset("pcie", K), "ring"))
-        value = tu.per_replica([tf.ones([3])] * count)
-        with self.assertRaisesRegex(ValueError, f"plan must be for this machine: {reason}"):
-            ops.reduce(tu.SUM, value, value)
-
-    def test_a_plan_for_other_links_of_the_same_name_is_refused(self):
+    def test_a_plan_for_another_machine_is_refused(self):
         machine = preset("pcie", K)
-        ops = tfcdo.AutoAllReduce(
-            plan=self.save(machine, "ring"), topology=machine.subset([0, 2, 1, 3])
-        )
-        with self.assertRaisesRegex(ValueError, "plan must be for this machine: .*pcie"):
-            ops.explain([(3,)], devices=tu.device_names(K))
+        path = self.save(machine, "ring")
+        other = "it was made for 'pcie', and these devices are 'shared_memory'; make one "
+        for topology, count, reason in (
+            (
+                None,
+                3,
+                "it was made for 4 devices, and there are 3; make one .*here:3 --save FILE`$",
+            ),
+            (None, K, other + ".*here:4 .*, or pass the plan's own machine as topology="),
+            # Other links of the same name.
+            (machine.subset([0, 2, 1, 3]), K, ".*pcie"),
+        ):
+            ops = tfcdo.AutoAllReduce(plan=path, topology=topology)
+            value = tu.per_replica([tf.ones([3])] * count)
+            with self.assertRaisesRegex(ValueError, f"plan must be for this machine: {reason}"):
+                ops.reduce(tu.SUM, value, value)
 
     def test_what_is_no_plan_is_refused(self):
-        folder = self.folder()
-        damaged = folder / "damaged.json"
-        text = pathlib.Path(self.save(preset("pcie", K), "ring")).read_text()
+        damaged = pathlib.Path(self.save(preset("pcie", K), "ring"))
+        text = damaged.read_text()
         for content, reason in (
             ("{", "truncated"),
             ("{}", "missing required field"),
@@ -108,14 +98,15 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             (text.replace('["0 out"', '["nowhere"'), "must hold names"),
         ):
             damaged.write_text(content)
-            with self.assertRaisesRegex(ValueError, f"plan must be .*damaged.json: .*{reason}"):
+            with self.assertRaisesRegex(ValueError, f"plan must be .*plan.json: .*{reason}"):
                 tfcdo.AutoAllReduce(plan=damaged)
         with self.assertRaisesRegex(ValueError, "plan must be .*none.json: No such file"):
-            tfcdo.AutoAllReduce(plan=folder / "none.json")
+            tfcdo.AutoAllReduce(plan="none.json")
+        make: Any = tfcdo.AutoAllReduce
         with self.assertRaisesRegex(TypeError, "plan must be the path of a file.*; got 5"):
-            tfcdo.AutoAllReduce(plan=5)  # type: ignore[arg-type]
+            make(plan=5)
         with self.assertRaisesRegex(TypeError, "nccl must be True or False; got 'no'"):
-            tfcdo.AutoAllReduce(nccl="no")  # type: ignore[arg-type]
+            make(nccl="no")
 
 
 if __name__ == "__main__":

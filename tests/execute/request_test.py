@@ -10,21 +10,12 @@ from absl.testing import parameterized
 from tfcdo import tf_internals
 from tfcdo.execute.request import (
     check_broadcast,
-    check_count,
     check_gather,
     check_numeric,
     check_pair,
     check_pairs,
     devices_of,
 )
-
-
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(0, 1, 10**9, np.int64(3), np.uint8(7))
-    def test_count(self, value):
-        count = check_count("n", value)
-        self.assertIs(int, type(count))
-        self.assertEqual(value, count)
 
 
 class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
@@ -40,17 +31,7 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual((tu.device_name(3),), devices_of("/cpu:3"))
 
     def test_values(self):
-        self.assertEqual(
-            tu.ALL_DEVICES[2:5], devices_of(tu.per_replica([0] * 3, tu.ALL_DEVICES[2:5]))
-        )
-        self.assertEqual((tu.device_name(6),), devices_of(tu.place(tf.constant(1), "/cpu:6")))
         row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
-        self.assertEqual((tu.device_name(4),), devices_of(tu.place(row, "/cpu:4")))
-
-    def test_variables(self):
-        with tf.device("/cpu:4"):
-            variable = tf.Variable([1.0])
-        self.assertEqual((tu.device_name(4),), devices_of(variable))
         strategy = tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:3"])
         with strategy.scope():
             mirrored = tf.Variable(1.0)
@@ -59,8 +40,15 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
                 synchronization=tf.VariableSynchronization.ON_READ,
                 aggregation=tf.VariableAggregation.SUM,
             )
-        for variable in mirrored, on_read:
-            self.assertEqual((tu.device_name(1), tu.device_name(3)), devices_of(variable))
+        for value, *expected in (
+            (tu.per_replica([0] * 3, tu.ALL_DEVICES[2:5]), 2, 3, 4),
+            (tu.place(tf.constant(1), "/cpu:6"), 6),
+            (tu.place(row, "/cpu:4"), 4),
+            (tu.variables(1.0, 5)[4], 4),
+            (mirrored, 1, 3),
+            (on_read, 1, 3),
+        ):
+            self.assertEqual(tuple(map(tu.device_name, expected)), devices_of(value))
 
     def test_variables_of_a_graph(self):
         with tf.Graph().as_default(), tf.device("/cpu:2"):
@@ -84,13 +72,11 @@ class DestinationsTest(tf.test.TestCase, parameterized.TestCase):
         trace.get_concrete_function()
 
     def test_no_device(self):
-        with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
-            devices_of("")
-
         @tf.function
         def trace(tensor):
-            with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
-                devices_of(tensor)
+            for nowhere in "", tensor:
+                with self.assertRaisesRegex(ValueError, "destinations .*at least one device"):
+                    devices_of(nowhere)
             return tensor
 
         trace(tf.constant(1))
@@ -110,16 +96,13 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(expected, check_pair(value, destinations).is_all_reduce)
 
     def test_devices_unknown_while_traced(self):
-        seen = []
-
         @tf.function(autograph=False)
         def trace(value):
-            seen.append(check_pair(value, value))
-            return value.values
+            pair = check_pair(value, value)
+            self.assertEqual(("", ""), pair.devices)
+            self.assertTrue(pair.is_all_reduce)
 
-        trace(tu.per_replica([1.0, 2.0]))
-        self.assertEqual(("", ""), seen[0].devices)
-        self.assertTrue(seen[0].is_all_reduce)
+        trace.get_concrete_function(tu.per_replica([1.0, 2.0]))
 
     def test_static_shapes_that_differ_on_two_later_replicas(self):
         # Both are compatible with the first replica's, but not with each other.
@@ -136,9 +119,8 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         trace.get_concrete_function()
 
     def test_long_input_is_shortened(self):
-        with self.assertRaises(ValueError) as caught:
+        with self.assertRaisesRegex(ValueError, "^.{0,300}$"):
             check_pairs([list(range(10_000))])
-        self.assertLess(len(str(caught.exception)), 300)
 
     def test_what_is_empty(self):
         empty = tf_internals.per_replica([])
@@ -147,11 +129,10 @@ class PairsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "value must hold at least one .* it is empty"):
             check_pair(empty, "/cpu:0")
 
-    @parameterized.parameters(tf.bool, tf.string, tf.dtypes.experimental.float8_e5m2)
+    @parameterized.parameters(tf.bool, tf.dtypes.experimental.float8_e5m2)
     def test_numeric(self, dtype):
         good = check_pair(tu.per_replica([1.0, 2.0]), "/cpu:0")
-        own = tf.constant("a") if dtype == tf.string else tf.cast(tf.constant(1.0), dtype)
-        bad = check_pair(tu.per_replica([own, own]), "/cpu:0")
+        bad = check_pair(tu.per_replica([tf.cast(1.0, dtype)] * 2), "/cpu:0")
         check_numeric([good, good])
         with self.assertRaisesRegex(ValueError, f"pair 1: .*adds; got {dtype.name}"):
             check_numeric([good, bad])
@@ -193,11 +174,8 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
             check_gather(tu.per_replica([[1.0], [2.0]]), "/cpu:0", axis)
 
     def test_an_axis_that_is_known_later(self):
-        @tf.function(autograph=False)
-        def gather(axis):
-            value = tf_internals.per_replica([tf.ones([2, 1]), tf.ones([3, 2])])
-            check_gather(value, "/cpu:0", axis)
-
+        value = tf_internals.per_replica([tf.ones([2, 1]), tf.ones([3, 2])])
+        gather = tf.function(lambda axis: check_gather(value, "/cpu:0", axis).values)
         gather.get_concrete_function(tf.TensorSpec([], tf.int32))
 
     @parameterized.parameters(1, -2, np.int64(1), lambda: tf.constant(1))
@@ -213,30 +191,33 @@ class GatherAndBroadcastTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, "^tensor must be a tensor.*got None"):
             check_broadcast(None)
 
-    def test_slices_of_a_scalar(self):
-        scalar = tf.IndexedSlices(tf.constant(1.0), tf.constant(0))
-        with self.assertRaisesRegex(ValueError, "rows .* got tf.IndexedSlices of a scalar"):
-            check_pair(tu.per_replica([scalar, scalar]), "/cpu:0")
-
-    def test_slices_of_different_tables(self):
+    def test_slices_that_are_not_rows_of_one_table(self):
         def rows(shape: list[int] | None) -> tf.IndexedSlices:
             table = None if shape is None else tf.constant(shape, tf.int64)
             return tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]), table)
 
-        for shapes, message in (
-            (([6, 2], [7, 2]), r"dense_shape; got \(6, 2\) on .* and \(7, 2\) on"),
-            ((None, [7, 2]), "kind; got IndexedSlices without dense_shape on .* and IndexedSlices"),
+        scalar = tf.IndexedSlices(tf.constant(1.0), tf.constant(0))
+        lacking = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0]))
+        for slices, message in (
+            ([scalar] * 2, "rows .* got tf.IndexedSlices of a scalar"),
+            ([lacking] * 2, r"one index for each row; .*\(2, 3\) .*\(1,\)"),
+            ([rows([6, 2]), rows([7, 2])], r"dense_shape; got \(6, 2\) on .* and \(7, 2\) on"),
+            (
+                [rows(None), rows([7, 2])],
+                "kind; got IndexedSlices without dense_shape on .* and IndexedSlices",
+            ),
         ):
-            value = tu.per_replica([rows(shape) for shape in shapes])
             with self.assertRaisesRegex(ValueError, message):
-                check_pair(value, "/cpu:0")
-        for shape in None, [7, 2]:
-            check_pair(tu.per_replica([rows(shape), rows(shape)]), "/cpu:0")
+                check_pair(tu.per_replica(slices), "/cpu:0")
+        check_pair(tu.per_replica([rows(None)] * 2), "/cpu:0")
 
-    def test_slices_have_an_index_for_each_row(self):
-        wrong = tf.IndexedSlices(tf.ones([2, 3]), tf.constant([0]))
-        with self.assertRaisesRegex(ValueError, r"one index for each row; .*\(2, 3\) .*\(1,\)"):
-            check_pair(tu.per_replica([wrong, wrong]), "/cpu:0")
+    @parameterized.parameters(([7, 2],), (np.array([7, 2]),))
+    def test_a_dense_shape_becomes_a_tensor_beside_its_rows(self, shape):
+        rows = tu.place(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])), "/cpu:2")
+        rows = tf.IndexedSlices(rows.values, rows.indices, shape)
+        for value in check_pair(tf_internals.per_replica([rows, rows]), "/cpu:0").values:
+            self.assertAllEqual([7, 2], value.dense_shape)
+            self.assertEqual(tu.device_name(2), value.dense_shape.device)
 
     def test_broadcast_takes_one_tensor(self):
         self.assertAllEqual([1, 2], check_broadcast([1, 2]))

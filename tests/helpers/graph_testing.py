@@ -46,13 +46,9 @@ def copied_bytes(graph: tf.Graph, devices: Sequence[str]) -> dict[tuple[int, int
     }
     counts: collections.Counter[tuple[int, int]] = collections.Counter()
     for tensor, source, target in copies:
-        counts[source, target] += num_bytes(tensor.deref())
+        known = tensor.deref()
+        counts[source, target] += (known.shape.num_elements() or 0) * known.dtype.size
     return dict(counts)
-
-
-def num_bytes(tensor: tf.Tensor) -> int:
-    """The bytes of a tensor of known shape; 0 if it is not known."""
-    return (tensor.shape.num_elements() or 0) * tensor.dtype.size
 
 
 def edges_both_ways(tree: CopyTree) -> set[tuple[int, int]]:

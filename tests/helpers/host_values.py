@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -35,6 +35,10 @@ def _function(body: Any) -> Any:
     return tf.function(body, autograph=False)
 
 
+def _context() -> Any:
+    return tf.distribute.get_replica_context()
+
+
 def _events_counted() -> int:
     """Counts how often collectives have been entered or left on this host."""
     shared = session.current()
@@ -58,57 +62,52 @@ class _Case:
         self.hosts = self.replicas // self.local
         self.host = strategy.cluster_resolver.task_id
 
-    def per_replica(self, make: Callable[[int], Any]) -> Any:
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: make(context.replica_id_in_sync_group)
-        )
+    def each(self, make: Callable[[int], Any]) -> list[Any]:
+        """What each replica of all hosts has."""
+        return [make(replica) for replica in range(self.replicas)]
 
-    def distributed(self, arrays: Sequence[Any]) -> Any:
-        return self.per_replica(lambda replica: tf.constant(arrays[replica]))
+    def distributed(self, values: Sequence[Any]) -> Any:
+        """Gives each replica of this host its own of these tensors, arrays or slices."""
 
-    def same(self, expected: np.ndarray, value: Any, dtype: tf.DType | None = None) -> None:
-        """Asserts exact values, equal on all replicas of this host."""
+        def own(context: Any) -> Any:
+            value = values[context.replica_id_in_sync_group]
+            return value if isinstance(value, tf.IndexedSlices) else tf.constant(value)
+
+        return self.strategy.experimental_distribute_values_from_function(own)
+
+    def same(self, expected: Any, value: Any, dtype: Any = None, slack: float = 0.0) -> None:
+        """Asserts values, exact but for some roundings, on all replicas of this host."""
         for part in self.strategy.experimental_local_results(value):
-            np.testing.assert_array_equal(tu.exact(part), expected)
+            np.testing.assert_allclose(tu.exact(part), expected, rtol=slack, atol=slack)
             assert dtype is None or part.dtype == dtype, (part.dtype, dtype)
 
     def all_reduce(self, wrap: Any) -> None:
-        numbers = {
-            dtype.name: [tu.numbers(SHAPE, dtype, r, limit=8) for r in range(self.replicas)]
+        values = {
+            dtype.name: self.each(lambda r, dtype=dtype: tu.numbers(SHAPE, dtype, r, limit=8))  # type: ignore[misc]
             for dtype in DTYPES
         }
-        scalars = [np.float32(r + 1) for r in range(self.replicas)]
-        arguments = {name: self.distributed(own) for name, own in numbers.items()}
-        arguments["scalar"] = self.distributed(scalars)
+        values["scalar"] = self.each(lambda r: np.float32(r + 1))
+        values["empty"] = self.each(lambda r: tf.zeros([0, 2]))
         # Numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
-        wide = [
-            tf.cast(tu.numbers((99,), tf.float32, r, 20_000), tf.bfloat16).numpy()
-            for r in range(self.replicas)
-        ]
-        arguments["wide"] = self.distributed(wide)
-        arguments["empty"] = self.per_replica(lambda r: tf.zeros([0, 2]))
-        # Of means, one dtype of each kind of result.
-        of_means = (tf.bfloat16, tf.float32, tf.int8, tf.int32, tf.complex64)
-        for reduce_op, dtypes in ((SUM, DTYPES), (MEAN, of_means)):
-            kept = {one.name for one in dtypes} | (arguments.keys() - numbers.keys())
-            given = {name: value for name, value in arguments.items() if name in kept}
+        wide = [tu.numbers((99,), tf.float32, r, 20_000) for r in range(self.replicas)]
+        values["wide"] = [tf.cast(own, tf.bfloat16).numpy() for own in wide]
+        arguments = {name: self.distributed(own) for name, own in values.items()}
+        for reduce_op in (SUM, MEAN):
 
-            def step(values: Mapping[str, tf.Tensor], reduce_op: Any = reduce_op) -> Any:
-                return tf.distribute.get_replica_context().all_reduce(reduce_op, values)
+            def step(values: Any, reduce_op: Any = reduce_op) -> Any:
+                return _context().all_reduce(reduce_op, values)
 
-            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(given)
-            self.same(tu.oracle(reduce_op, scalars), results["scalar"], tf.float32)
-            self.same(np.zeros([0, 2]), results["empty"], tf.float32)
-            once = tf.cast(tu.oracle(reduce_op, wide), tf.bfloat16)
-            self.same(tu.exact(once), results["wide"], tf.bfloat16)
-            for dtype in dtypes:
-                # All sums of 8 values of up to 8 are exact; means are so for 4 replicas.
-                expected = tu.oracle(reduce_op, numbers[dtype.name])
-                wanted = tu.result_dtype(reduce_op, dtype)
-                for part in self.strategy.experimental_local_results(results[dtype.name]):
-                    assert part.dtype == wanted, (part.dtype, wanted)
-                    slack = 8 * tu.unit_roundoff(wanted) if reduce_op == MEAN else 0.0
-                    np.testing.assert_allclose(tu.exact(part), expected, rtol=slack, atol=slack)
+            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
+            for name, own in values.items():
+                dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))
+                expected, slack = tu.oracle(reduce_op, own), 0.0
+                if name == "wide":
+                    expected = tu.exact(tf.cast(expected, tf.bfloat16))
+                elif (
+                    reduce_op == MEAN and name != "scalar"
+                ):  # All sums of 8 values of up to 8 are exact.
+                    slack = 8 * tu.unit_roundoff(dtype)
+                self.same(expected, results[name], dtype, slack)
 
     def slices(self, wrap: Any) -> None:
         """Four tables together: of three dtypes, and one of fewer bytes than its rows."""
@@ -120,19 +119,16 @@ class _Case:
             (3, (2,), tf.int64, tf.int64, 7),
         ]
 
-        def make(replica: int) -> tuple[tf.IndexedSlices, ...]:
+        def slices(replica: int, kind: Any) -> tf.IndexedSlices:
             # The first replica has no rows, all others the row of index 1.
-            return tuple(
-                tf.IndexedSlices(
-                    tf.constant(tu.numbers((replica * more, *shape), dtype, replica, limit=8)),
-                    tf.constant((np.arange(replica * more) + 1) % size, index_dtype),
-                    tf.constant([size, *shape], tf.int64),
-                )
-                for size, shape, dtype, index_dtype, more in kinds
+            size, shape, dtype, index_dtype, more = kind
+            return tf.IndexedSlices(
+                tf.constant(tu.numbers((replica * more, *shape), dtype, replica, limit=8)),
+                tf.constant((np.arange(replica * more) + 1) % size, index_dtype),
+                tf.constant([size, *shape], tf.int64),
             )
 
-        given = list(zip(*(make(replica) for replica in range(self.replicas))))
-        arguments = [self.per_replica(lambda r, own=own: own[r]) for own in given]  # type: ignore[misc]
+        given = [[slices(replica, kind) for replica in range(self.replicas)] for kind in kinds]
         for reduce_op in (SUM, MEAN):
 
             def merge(strategy: Any, *values: Any, reduce_op: Any = reduce_op) -> Any:
@@ -140,8 +136,9 @@ class _Case:
                 return tuple(strategy.extended.batch_reduce_to(reduce_op, pairs))
 
             def step(*values: tf.IndexedSlices, merge: Any = merge) -> Any:
-                return tf.distribute.get_replica_context().merge_call(merge, values)
+                return _context().merge_call(merge, values)
 
+            arguments = list(map(self.distributed, given))
             results = wrap(lambda *values, step=step: self.strategy.run(step, values))(*arguments)
             for kind, own, result in zip(kinds, given, results, strict=True):
                 divisor = self.replicas if reduce_op == MEAN else 1
@@ -156,69 +153,70 @@ class _Case:
 
     def gather(self, wrap: Any) -> None:
         """Gathers along each axis; in one function, whose tracing takes longest."""
-        values, axes, expected = [], [], []
-
-        def add(arrays: Sequence[np.ndarray], axis: int) -> None:
-            values.append(self.distributed(arrays))
-            axes.append(axis)
-            expected.append(np.concatenate(arrays, axis))
-
-        boxes = [np.full([r + 1, 2, 2], r, np.float32) for r in range(self.replicas)]
+        given = []
         for axis in (0, 1, -1):
-            add([np.moveaxis(box, 0, axis) for box in boxes], axis)
+
+            def make(replica: int, axis: int = axis) -> np.ndarray:
+                shape = [2, 2, 2]
+                shape[axis] = replica + 1
+                return np.full(shape, replica, np.float32)
+
+            given.append((axis, self.each(make)))
         # Nothing on any host: a collective of no elements would never end.
         for shape, axis in (((0, 2), 0), ((3, 0), 1), ((3, 0), 0)):
-            add([np.zeros(shape, np.float32)] * self.replicas, axis)
+            given.append((axis, [np.zeros(shape, np.float32)] * self.replicas))
 
         def gather(values: Sequence[Any]) -> list[Any]:
-            return [self.strategy.gather(value, axis) for value, axis in zip(values, axes)]
+            return [self.strategy.gather(value, axis) for (axis, _), value in zip(given, values)]
 
-        for gathered, wanted in zip(wrap(gather)(values), expected, strict=True):
-            assert gathered.dtype == wanted.dtype, (gathered.dtype, wanted.dtype)
-            np.testing.assert_array_equal(gathered.numpy(), wanted)
+        results = wrap(gather)([self.distributed(own) for _, own in given])
+        for gathered, (axis, own) in zip(results, given, strict=True):
+            assert gathered.dtype == tf.float32, gathered.dtype
+            np.testing.assert_array_equal(gathered.numpy(), np.concatenate(own, axis))
 
     def gather_structure(self, wrap: Any) -> None:
         """Values of all dtypes and of several shapes in one go, where replicas meet and on each."""
-        shapes: Sequence[Callable[[int], tuple[int, ...]]] = (
-            lambda replica: (2 * replica + 1,),
+        shapes: list[Callable[[int], tuple[int, ...]]] = [
+            lambda replica: (2 * replica + 1,),  # The first has rows everywhere, like a batch.
             lambda replica: (replica, 2),
             lambda replica: (1, 2, 1),
-        )
+        ]
         # All dtypes, and all shapes of one of them.
-        kinds = [(tf.float32, shape) for shape in shapes]
-        kinds += [(dtype, shapes[index % 3]) for index, dtype in enumerate(COPIED)]
-        arrays = {
-            index: [np.full(shape(r), r).astype(dtype.as_numpy_dtype) for r in range(self.replicas)]
-            for index, (dtype, shape) in enumerate(kinds)
+        kinds = [(shape, tf.float32) for shape in shapes]
+        kinds += [(shapes[index % 3], dtype) for index, dtype in enumerate(COPIED)]
+        given = {
+            str(number): [tf.cast(tf.fill(shape(r), r), dtype) for r in range(self.replicas)]
+            for number, (shape, dtype) in enumerate(kinds)
         }
-        value = {index: self.distributed(own) for index, own in arrays.items()}
+        value = {key: self.distributed(own) for key, own in given.items()}
 
         def on_each(value: Any) -> Any:
-            return tf.distribute.get_replica_context().all_gather(value, axis=0)
+            return _context().all_gather(value, axis=0)
 
-        for body, count in (
-            (lambda value: self.strategy.gather(value, 0), 4),
-            (lambda value: self.strategy.run(on_each, (value,)), len(kinds)),
+        for body in (
+            lambda value: self.strategy.gather(value, 0),
+            lambda value: self.strategy.run(on_each, (value,)),
         ):
-            step, own = wrap(body), {index: value[index] for index in range(count)}
-            gathered = step(own)
+            step = wrap(body)
+            gathered = step(value)
             if isinstance(step, tf.types.experimental.PolymorphicFunction):
                 # All values of a dtype in one collective, after one for how many rows there are.
-                nodes = step.get_concrete_function(own).graph.as_graph_def().node
+                nodes = step.get_concrete_function(value).graph.as_graph_def().node
                 collectives = [node.name for node in nodes if "Collective" in node.op]
                 assert len(collectives) <= 1 + len(COPIED), collectives
-            for key, result in gathered.items():
-                for part in self.strategy.experimental_local_results(result):
-                    assert part.dtype == kinds[key][0]
-                    np.testing.assert_array_equal(part.numpy(), np.concatenate(arrays[key]))
+            for key, own in given.items():
+                wanted = np.concatenate([one.numpy() for one in own])
+                for result in self.strategy.experimental_local_results(gathered[key]):
+                    assert result.dtype == own[0].dtype
+                    np.testing.assert_array_equal(result.numpy(), wanted)
 
     def refused(self, wrap: Any) -> None:
         """Texts, which no collective takes, are refused before any has begun.
 
         One that has begun and never ends would count as waiting for ever, and end the training.
         """
-        texts = self.per_replica(lambda replica: tf.constant([str(replica)]))
-        numbers = self.per_replica(lambda replica: tf.constant([replica]))
+        texts = self.distributed(self.each(lambda replica: [str(replica)]))
+        numbers = self.distributed(self.each(lambda replica: [replica]))
         before = _events_counted()
         for value in (texts, {"numbers": numbers, "texts": texts}):
             try:
@@ -230,53 +228,51 @@ class _Case:
         assert _events_counted() == before, (before, _events_counted())
 
     def cross_replica(self, wrap: Any) -> None:
-        counted = self.per_replica(lambda r: tf.constant(r + 1))
-        rows = self.per_replica(lambda r: tf.fill([r + 1, 2], float(r)))
+        counted = self.distributed(self.each(lambda r: r + 1))
+        rows = self.distributed(self.each(lambda r: np.full([r + 1, 2], r, np.float32)))
         total = sum(range(1, self.replicas + 1))
-        per_row = sum(r * (r + 1) for r in range(self.replicas)) / total
+        of_rows = sum(r * (r + 1) for r in range(self.replicas))
 
-        def reduce(counted: Any, rows: Any) -> Any:
-            loss = {"loss": rows, "count": counted}
+        def reduce(counted: Any, rows: Any, own: Any) -> Any:
+            reduce = self.strategy.reduce
+            structure = reduce("SUM", {"loss": rows, "count": counted}, axis=0)
             return {
-                "sum": self.strategy.reduce("SUM", counted, axis=None),
-                "mean": self.strategy.reduce("MEAN", counted, axis=None),
-                "scalar along an axis": self.strategy.reduce("MEAN", counted, axis=0),
-                "rows": self.strategy.reduce("MEAN", rows, axis=0),
-                "structure": self.strategy.reduce("SUM", loss, axis=0),
+                "sum": reduce("SUM", counted, axis=None),
+                "mean": reduce("MEAN", counted, axis=None),
+                "scalar along an axis": reduce("MEAN", counted, axis=0),
+                "rows": reduce("MEAN", rows, axis=0),
+                "of a structure": structure["loss"],
+                "count": structure["count"],
+                "of hosts": reduce("SUM", own, axis=None),
             }
 
-        results = wrap(reduce)(counted, rows)
-        assert results["sum"].numpy() == total
-        np.testing.assert_allclose(results["mean"].numpy(), total / self.replicas, rtol=1e-6)
-        np.testing.assert_allclose(
-            results["scalar along an axis"].numpy(), total / self.replicas, rtol=1e-6
-        )
-        np.testing.assert_allclose(results["rows"].numpy(), [per_row] * 2, rtol=1e-6)
-        np.testing.assert_allclose(results["structure"]["loss"].numpy(), [per_row * total] * 2)
-        assert results["structure"]["count"].numpy() == total
-        # A value of the host's own, as of early stopping, counts once a host.
-        own = wrap(lambda value: self.strategy.reduce("SUM", value, axis=None))(
-            tf.constant(self.host + 1.0)
-        )
-        assert own.numpy() == sum(range(1, self.hosts + 1))
+        expected = {
+            "sum": total,
+            "mean": total / self.replicas,
+            "scalar along an axis": total / self.replicas,
+            "rows": [of_rows / total] * 2,
+            "of a structure": [of_rows] * 2,
+            "count": total,
+            # A value of the host's own, as of early stopping, counts once a host.
+            "of hosts": sum(range(1, self.hosts + 1)),
+        }
+        results = wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
+        for name, wanted in expected.items():
+            np.testing.assert_allclose(results[name].numpy(), wanted, rtol=1e-6, err_msg=name)
 
     def gradient(self) -> None:
         """The sum on each replica depends on all inputs: the gradient is a sum over replicas."""
 
-        @tf.function
-        def train() -> Any:
-            def step() -> tf.Tensor:
-                value = tf.constant([1.0, 2.0])
-                with tf.GradientTape() as tape:
-                    tape.watch(value)
-                    total = tf.distribute.get_replica_context().all_reduce(SUM, value)
-                    loss = tf.reduce_sum(total * total)
-                return tape.gradient(loss, value)
-
-            return self.strategy.run(step)
+        def step() -> tf.Tensor:
+            value = tf.constant([1.0, 2.0])
+            with tf.GradientTape() as tape:
+                tape.watch(value)
+                total = _context().all_reduce(SUM, value)
+                loss = tf.reduce_sum(total * total)
+            return tape.gradient(loss, value)
 
         expected = 2.0 * self.replicas * np.array([1.0, 2.0]) * self.replicas
-        self.same(expected, train())
+        self.same(expected, tf.function(lambda: self.strategy.run(step))())
 
     def loop(self) -> None:
         """Collectives in a loop of TensorFlow's, called twice."""
@@ -287,20 +283,20 @@ class _Case:
             for _ in tf.range(3):
 
                 def step(value: tf.Tensor, factor: tf.Tensor = factor) -> tf.Tensor:
-                    return tf.distribute.get_replica_context().all_reduce(SUM, value * factor)
+                    return _context().all_reduce(SUM, value * factor)
 
                 factor = self.strategy.reduce("MEAN", self.strategy.run(step, (value,)), None)
             return factor
 
-        value = self.per_replica(lambda r: tf.constant(float(r + 1)))
+        value = self.distributed(self.each(lambda r: float(r + 1)))
         for _ in range(2):
             total = sum(range(1, self.replicas + 1))
             np.testing.assert_allclose(repeat(value).numpy(), total**3, rtol=1e-6)
 
     def options(self) -> None:
         """Packs of a few bytes: many collectives, on all devices in turn."""
-        numbers = [tu.numbers((40,), tf.float32, r) for r in range(self.replicas)]
-        value = self.per_replica(lambda r: tf.constant(numbers[r]))
+        numbers = self.each(lambda r: tu.numbers((40,), tf.float32, r))
+        value = self.distributed(numbers)
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=32)
         [result] = self.strategy.extended.batch_reduce_to(SUM, [(value, value)], options)
         self.same(tu.oracle(SUM, numbers), result)

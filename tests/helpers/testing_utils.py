@@ -12,9 +12,8 @@ import dataclasses
 import os
 import shutil
 import tempfile
-import threading
-import traceback
 from collections.abc import Callable, Sequence
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -72,6 +71,15 @@ def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> 
     return tf_internals.per_replica(
         [place(value, device) for value, device in zip(values, own, strict=True)]
     )
+
+
+def variables(value: Any, count: int) -> list[tf.Variable]:
+    """Equal variables, one on each of the first devices."""
+    made = []
+    for device in device_names(count):
+        with tf.device(device):
+            made.append(tf.Variable(value))
+    return made
 
 
 def kernels_for(*device_types: str) -> Any:
@@ -180,22 +188,8 @@ def all_reduce(
 
 
 def call_in_six_threads(work: Callable[[int], None]) -> None:
-    """Calls `work` with the number of its thread; raises what one of them raises."""
-    failures: list[str] = []
-
-    def run(thread: int) -> None:
-        try:
-            work(thread)
-        except BaseException:  # Whatever it is, it must not be lost in the thread.
-            failures.append(traceback.format_exc())
-
-    threads = [threading.Thread(target=run, args=(thread,)) for thread in range(6)]
-    for one in threads:
-        one.start()
-    for one in threads:
-        one.join(timeout=300)
-    if any(one.is_alive() for one in threads) or failures:
-        raise AssertionError("\n".join(failures) or "a thread hangs")
+    """Calls `work` with the number of its thread; raises what one of them raises, or a hang."""
+    list(futures.ThreadPoolExecutor(6).map(work, range(6), timeout=300))
 
 
 def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:

@@ -1,4 +1,4 @@
-"""Bounds of the error of all-reduces that cast copies; docs/wire.md derives them."""
+"""Bounds of the error of all-reduces that cast copies; docs/wire-numerics.md derives them."""
 
 from __future__ import annotations
 
@@ -54,13 +54,6 @@ def error_bound(
 ) -> np.ndarray:
     """Bounds the absolute error of each element of a sum or mean whose copies are cast.
 
-    A value is rounded on each of the at most `depth` edges to the root, as part of a partial sum,
-    and once more at the root, as part of the result; in between it is added up to K - 1 times and
-    divided once, in its own dtype. With u and v the two roundoffs, its part in the result is
-    therefore wrong by at most (1 + u)^(depth + 1) (1 + v)^K - 1, relative to its magnitude. Numbers
-    too small to be normal are rounded with an absolute error instead, on at most K devices.
-    (Higham, "Accuracy and Stability of Numerical Algorithms", 2nd edition, 2002, chapter 4.)
-
     `magnitudes` are the sums (or means) over the devices of the absolute values of a pack, and
     `depth` is the most edges between the root and a device, over all packs.
     """
@@ -86,11 +79,8 @@ def feedback_error_bound(
 ) -> np.ndarray:
     """Bounds the difference of the sum of all results from the sum of all values, with feedback.
 
-    Each cast adds its error to the next step, so only the residuals of the last step are missing.
-    They are added to values that are cast, so they are rounded too: with c the bound of one step,
-    relative to the magnitudes, they are at most c / (1 - c) of the largest. Additions in the
-    values' own dtype round in every step, without feedback. (Karimireddy et al., "Error Feedback
-    Fixes SignSGD and other Gradient Compression Schemes", ICML 2019, lemma 3.)
+    Only the residuals of the last step are missing. They are added to values that are cast, so they
+    are rounded too; additions in the values' own dtype round in every step, without feedback.
     """
     magnitudes = np.asarray(magnitudes_by_step, np.float64)
     wide = _FORMATS[dtype.name]
@@ -102,11 +92,6 @@ def feedback_error_bound(
 
 def block_error_bound(terms: Any, num_terms: int, block: int) -> np.ndarray:
     """Bounds the error of each element of a float32 sum of hosts that is sent in int8.
-
-    A host's sum is rounded once, and the sum of all once more, each time by at most u of the
-    block's largest magnitude: together at most 2 u M, where M is the sum over the hosts of these.
-    In between are additions in float32, with roundoff v, and the casts' own products: at most K + 4
-    factors of 1 + v on K replicas. Scales of tiny blocks have a limit; 2^-125 a host covers those.
 
     `terms[h]` are the sums of magnitudes of host `h`'s values, flat; `block` values share a scale.
     """
