@@ -84,7 +84,7 @@ class HostsTest(absltest.TestCase):
 
     def test_tfcdo_sends_less(self):
         with self._open() as opened:
-            results = hosts.run(opened, 2, 2, iterations=1, warmup=1, num_blocks=1)
+            results = hosts.run(opened, 2, 2, iterations=1, warmup=1, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.

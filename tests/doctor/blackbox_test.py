@@ -35,12 +35,8 @@ def made_box(host, *entries, reason="time-out", hosts=_HOSTS):
 class BlackBoxTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        folder = tempfile.TemporaryDirectory()
-        self.addCleanup(folder.cleanup)
-        self.folder = pathlib.Path(folder.name)
-        variables = mock.patch.dict(os.environ, {"TFCDO_CACHE_DIR": folder.name})
-        variables.start()
-        self.addCleanup(variables.stop)
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.folder)))
 
     def write(self, name, box):
         path = self.folder / name
