@@ -1,8 +1,10 @@
 from __future__ import annotations
 
 import dataclasses
+import json
 import math
 import os
+import pathlib
 from collections.abc import Iterable, Sequence
 from typing import Any
 from unittest import mock
@@ -164,41 +166,30 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
 
 
-_STRATEGIES = (
-    "tf.distribute.MirroredStrategy",
-    "tfcdo.MirroredStrategy",
-    "shard_optimizer_state=True",
-)
-
-
 class UpdatesTest(tf.test.TestCase):
-    """Steps of all-reduce plus update take turns."""
-
-    def setUp(self):
-        super().setUp()
+    def test_steps_of_all_reduce_plus_update_take_turns(self):
+        names = ("tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy")
+        names += ("shard_optimizer_state=True",)
+        path = pathlib.Path(self.get_temp_dir(), "found.json")
         # Halves for two devices.
-        self.enter_context(mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,))))
-
-    def test_steps_take_turns(self):
-        with mock.patch.object(results, "take_turns", wraps=results.take_turns) as take_turns:
-            found = updates.run("adam", devices.choose_devices(2), iterations=2, warmup=1)
-        self.assertEqual(list(take_turns.call_args.args[0]), [*_STRATEGIES])
-        self.assertEqual([one.name for one in found], [*_STRATEGIES])
-        self.assertEqual([one.kind for one in found], ["tf", "tfcdo", "tfcdo"])
-        for one in found:
-            self.assertEqual((one.size, one.num_devices), (16_000, 2))
-            # Tracing takes longer than a step.
-            self.assertGreater(one.first_call or 0.0, one.seconds)
-        # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
-        states = [one.state_bytes or 0 for one in found]
-        self.assertAllClose(states, [64_000, 64_000, 32_000], atol=100)
-
-    def test_command(self):
-        status, output, errors = run_tfcdo("bench", "--optimizer", "adam", "-g", "2", "-n", "1")
+        shapes = mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,)))
+        turns = mock.patch.object(results, "take_turns", wraps=results.take_turns)
+        with shapes, turns as take_turns:
+            arguments = ("--optimizer", "adam", "-g", "2", "-n", "2", "-w", "0", "-J", str(path))
+            status, output, errors = run_tfcdo("bench", *arguments)
         self.assertEqual(status, 0, errors)
         self.assertIn("2 devices, all-reduce and adam update of 16.0 kB", output)
-        for name in _STRATEGIES:
+        self.assertEqual(tuple(take_turns.call_args.args[0]), names)
+        found = json.loads(path.read_text())["results"]
+        self.assertEqual([one["kind"] for one in found], ["tf", "tfcdo", "tfcdo"])
+        for one, name in zip(found, names, strict=True):
             self.assertIn(name, output)
+            self.assertEqual((one["name"], one["size"], one["num_devices"]), (name, 16_000, 2))
+            # Tracing takes longer than a step.
+            self.assertGreater(one["first_call"], one["seconds"])
+        # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
+        states = [one["state_bytes"] for one in found]
+        self.assertAllClose(states, [64_000, 64_000, 32_000], atol=100)
 
 
 class DevicesTest(tf.test.TestCase):
