@@ -160,8 +160,7 @@ def _folded(subjects: Mapping[str, Sequence[Any]], pairs: Mapping[str, tuple[Row
 
 
 def _table(lines: Iterable[tuple[str, str, str]]) -> str:
-    rows = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join(("| case | TensorFlow | tfcdo |\n", "|---|---|---|\n", *rows))
+    return "\n".join([*pages.table("case | TensorFlow | tfcdo", lines), ""])
 
 
 def judge(case: Case, library: Any) -> Row:
@@ -193,11 +192,11 @@ def _work(kind: str, library: str, first: int) -> None:
 def readme_table(trainings: Rows) -> list[str]:
     """Makes the lines of README.md's table from the rows of each library."""
     rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
-    head = f"| The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo |"
-    lines = [
-        f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in FIRST.items() if label
-    ]
-    return [head, "|---|---|---|", *lines]
+    head = f"The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo"
+    labels = {name: label for name, label in FIRST.items() if label}
+    return pages.table(
+        head, ((label, *(row[name] for row in rows)) for name, label in labels.items())
+    )
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -7,6 +7,7 @@ group is judged.
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import sys
 import time
@@ -36,18 +37,14 @@ def parts_of_dgx1() -> list[Topology]:
     """Returns the parts of a DGX-1 of 3 to 7 devices that differ in more than numbering."""
     whole = preset("dgx1")
     found: list[tuple[Topology, nx.DiGraph]] = []
-    for size in range(3, 8):
-        for devices in itertools.combinations(range(8), size):
-            part = whole.subset(devices)
-            graph = nx.DiGraph()
-            for link in part.links:
-                pair = link.source, link.target
-                graph.add_edge(*pair, kind=(part.bandwidth(*pair), link.via_host))
-            if not any(
-                nx.is_isomorphic(graph, other, edge_match=lambda one, two: one == two)
-                for _, other in found
-            ):
-                found.append((part, graph))
+    for devices in (own for size in range(3, 8) for own in itertools.combinations(range(8), size)):
+        part = whole.subset(devices)
+        graph = nx.DiGraph()
+        for link in part.links:
+            pair = link.source, link.target
+            graph.add_edge(*pair, kind=(part.bandwidth(*pair), link.via_host))
+        if not any(nx.is_isomorphic(graph, other, edge_match=operator.eq) for _, other in found):
+            found.append((part, graph))
     return [part for part, _ in found]
 
 

@@ -25,6 +25,7 @@ from compat_trainings import TRAININGS, Training, dense
 from compat_trainings import judge as judge_training
 
 import tfcdo
+from tfcdo.bench import results
 
 PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
 # Prints the rows of two cases of four: it ends in the second, and hangs in the last.
@@ -123,28 +124,28 @@ class PageTest(absltest.TestCase):
                     self.assertIn(f"* {pages.escaped(row.text)}", lines)
 
 
-def _result(name: str, kind: str, seconds: float, **others: Any) -> dict[str, Any]:
-    return {"name": name, "kind": kind, "seconds": seconds, "wrong": 0, **others}
+def _measured(name: str, kind: str, seconds: float, **others: Any) -> results.Measurement:
+    return results.Measurement(name, kind, 4, seconds, 0.0, size=100, **others)
 
 
 class PerformanceTest(absltest.TestCase):
     def test_rows(self):
-        slow = _result("tf.X", "tf", 0.004)
+        slow = _measured("tf.X", "tf", 0.004)
         compared = (
-            _result(performance.AUTO, "tfcdo", 0.003, num_devices=4, size=100),
-            _result("tf.HierarchicalCopyAllReduce(num_packs=1)", "tf", 0.001, wrong=5),
+            _measured(performance.AUTO, "tfcdo", 0.003),
+            _measured("tf.HierarchicalCopyAllReduce(num_packs=1)", "tf", 0.001, wrong=5),
             slow,
-            _result(performance.DEFAULT, "tf", 0.005),
+            _measured(performance.DEFAULT, "tf", 0.005),
         )
         floor = mock.Mock(return_value=0.002)
-        row = performance.row("-g 4", {"results": compared}, floor)
-        self.assertEqual(row, "| `-g 4` | 3.0 | 4.0 | 5.0 | 2.0 |")
+        row = performance.row("-g 4", compared, floor)
+        self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
         floor.assert_called_once_with(4, 100)
         # Rows of hosts end with computing alone.
         kinds = {performance.HOSTS: 0.003, performance.ALONE: 0.001}
-        hosts = [slow, *(_result(kind, kind, seconds) for kind, seconds in kinds.items())]
-        row = performance.row("workers 2", {"results": hosts}, mock.Mock())
-        self.assertEqual(row, "| `workers 2` | 3.0 | 4.0 |  | 1.0 |")
+        hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
+        row = performance.row("workers 2", hosts, mock.Mock())
+        self.assertEqual(row, ["`workers 2`", "3.0", "4.0", "", "1.0"])
 
     def test_the_floor_takes_time(self):
         self.assertGreater(performance.floor_seconds(2, 2**22 + 8), 0.0)
