@@ -32,21 +32,18 @@ class DemoTest(absltest.TestCase):
         rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
         table = {row[0]: row[1:] for row in rows if row}
         self.assertEqual(result.returncode, 0, output)
-        self.assertNotIn("Traceback", output)
         self.assertIn("Training on 2 virtual CPU devices with tfcdo.MirroredStrategy", output)
         equal = "bitwise equal"
         self.assertEqual(table["Weights on 2 virtual CPU devices"], [equal, equal, "ok"])
-        accuracy, *judged = table["Accuracy on 360 test images"]
-        self.assertGreater(float(accuracy.rstrip("%")), 95)
-        self.assertEqual(judged, ["over 95%", "ok"])
+        self.assertEqual(table["Accuracy on 360 test images"][1:], ["over 95%", "ok"])
         difference, *_, verdict = table["Largest weight difference from one-device training"]
         self.assertLess(float(difference), 1e-5)
         self.assertEqual(verdict, "ok")
-        self.assertGreater(float(table["Clipping under TensorFlow's strategy"][0]), 1e-3)
         self.assertEqual(table["1 + 2 + 3 by tfcdo's copies"], ["6 6 6", "6 6 6", "ok"])
-        # What fails without tfcdo comes after the verdict, and is not one.
         self.assertNotIn("not ok", output)
+        # What fails without tfcdo comes after the verdict, and is not one.
         ours, _, others = output.partition("All checks passed.")
+        self.assertGreater(float(table["Clipping under TensorFlow's strategy"][0]), 1e-3)
         for shown in ("1 + 2 + 3 by TensorFlow's copies", "Clipping under TensorFlow's strategy"):
             self.assertNotIn(shown, ours)
             self.assertIn(shown, others)
@@ -70,10 +67,8 @@ class CheckTest(absltest.TestCase):
             with strategy.scope():
                 return keras.Sequential(layers)
 
-        with (
-            mock.patch.object(demo, "train", untrained),
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-        ):
+        printed = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        with mock.patch.object(demo, "train", untrained):
             self.assertEqual(demo.main(devices=2, epochs=1), 1)
         subject = "Largest weight difference from one-device training"
         self.assertIn(f"Not as wanted: {subject}\n", printed.getvalue())
