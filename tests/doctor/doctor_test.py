@@ -45,8 +45,7 @@ def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
     """Runs the command; returns its status and its lines."""
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
-        mock.patch.object(probe, "_PATTERN_BYTES", 4096),
-        mock.patch.object(probe, "_SUM_BYTES", 4096),
+        mock.patch.multiple(probe, _PATTERN_BYTES=4096, _SUM_BYTES=4096),
         # TensorFlow's collectives keep to one number of devices a process for each key, and the
         # bench's tests, whose number is another, may run in this one.
         mock.patch.object(tf.distribute.MirroredStrategy, "_collective_key_base", 1000),
@@ -65,9 +64,8 @@ def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = No
     if not device.endswith("CPU:1"):
         return copies
     with tf.device(device):
-        flat = [tf.reshape(one, [-1]) for one in copies]
-        changed = [tf.concat([one[:1] + tf.ones_like(one[:1]), one[1:]], 0) for one in flat]
-        return [tf.reshape(one, tf.shape(copied)) for one, copied in zip(changed, copies)]
+        changed = [tf.one_hot(0, tf.size(one), dtype=one.dtype) for one in copies]
+        return [one + tf.reshape(add, tf.shape(one)) for one, add in zip(copies, changed)]
 
 
 _copy = copy_trees.copy
@@ -122,7 +120,8 @@ class DoctorTest(parameterized.TestCase):
         ('{"cluster": {"worker": ["a:1"]}}', "which task of the cluster this process is"),
     )
     def test_a_wrong_tf_config(self, tf_config: str, named: str):
-        with mock.patch.object(_InThisProcess, "ask", _no_tensorflow):
+        versions = examination.Versions("1", "3", problem="none here", remedy="install it")
+        with mock.patch.object(_InThisProcess, "ask", return_value=versions):
             status, lines = _doctor(tf_config=tf_config)
         (line,) = [line for line in lines if line.startswith("  wrong  ") and "TF_CONFIG" in line]
         self.assertIn(named, line)
@@ -192,11 +191,6 @@ class DoctorTest(parameterized.TestCase):
             status, lines = _doctor()
         self.assertEqual(status, 1)
         self.assertIn("  wrong  the devices cannot be used: RuntimeError: no devices today", lines)
-
-
-def _no_tensorflow(self: Any, question: str, **arguments: Any) -> Any:
-    del self, question, arguments
-    return examination.Versions("1", "3", problem="none here", remedy="install it")
 
 
 # A probe that answers at once, but hangs for one pair and ends for another.
