@@ -1,8 +1,6 @@
 from __future__ import annotations
 
-import contextlib
 import errno
-import io
 import os
 import re
 import shlex
@@ -72,39 +70,28 @@ class CommandTest(cli_testing.CommandTestCase):
     def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
         self.assert_refused(re.escape(named), *arguments)
 
-    @parameterized.parameters("click", "rich", "psutil")
-    def test_a_missing_package_gets_one_line_with_the_remedy(self, package: str):
-        result = _tfcdo("launch", "script.py", hidden=package)
-        self.assertEqual(result.returncode, 1)
-        self.assertEqual(
-            result.stderr,
-            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[cli]'\n",
-        )
-
-    def test_matplotlib_is_missed_before_anything_is_computed(self):
-        arguments = ("plan", "--topology", "dgx1", "--draw", "a.png")
-        result = _tfcdo(*arguments, hidden="matplotlib")
+    @parameterized.parameters(
+        ("click", "cli", "launch", "script.py"),
+        ("rich", "cli", "launch", "script.py"),
+        ("psutil", "cli", "launch", "script.py"),
+        # It is missed before anything is computed.
+        ("matplotlib", "plot", "plan", "--topology", "dgx1", "--draw", "a.png"),
+    )
+    def test_a_missing_package_gets_one_line_with_the_remedy(self, package, extra, *arguments):
+        result = _tfcdo(*arguments, hidden=package)
         self.assertEqual((result.returncode, result.stdout), (1, ""))
-        self.assertEqual(
-            result.stderr,
-            "tfcdo: matplotlib is not installed: in a clone of tfcdo, pip install '.[plot]'\n",
-        )
+        remedy = f"in a clone of tfcdo, pip install '.[{extra}]'"
+        self.assertEqual(result.stderr, f"tfcdo: {package} is not installed: {remedy}\n")
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = _tfcdo("--version", hidden="tfcdo.cli.commands")
         self.assertIn("ModuleNotFoundError", result.stderr)
 
     def test_an_interrupt_gets_one_line(self):
-        def interrupted() -> None:
-            raise KeyboardInterrupt
-
-        command = click.Command("interrupted", callback=interrupted)
-        with (
-            mock.patch.object(commands.LazyGroup, "get_command", return_value=command),
-            contextlib.redirect_stderr(io.StringIO()) as errors,
-        ):
-            self.assertEqual(commands.run(["interrupted"]), 130)
-        self.assertEqual(errors.getvalue().strip(), "tfcdo: interrupted")
+        command = click.Command("interrupted", callback=mock.Mock(side_effect=KeyboardInterrupt))
+        with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
+            result = cli_testing.run_tfcdo("interrupted")
+        self.assertEqual((result.status, result.errors.strip()), (130, "tfcdo: interrupted"))
 
     @parameterized.parameters(
         ("--help >&-", "standard output is closed"),
@@ -168,26 +155,17 @@ class OptionsTest(parameterized.TestCase):
     def test_a_letter_has_one_meaning_in_all_commands(self):
         meanings: dict[str, set[str]] = {}
         for name in commands.COMMANDS:
-            command = commands.tfcdo.get_command(mock.Mock(), name)
-            for parameter in command.params:
+            for parameter in commands.tfcdo.get_command(mock.Mock(), name).params:
                 for option in parameter.opts:
                     if len(option) == 2:
                         meanings.setdefault(option, set()).add(max(parameter.opts, key=len))
         # The first ones are nccl-tests' letters.
-        expected = {
-            "-b": {"--bytes", "--minbytes"},
-            "-e": {"--maxbytes"},
-            "-f": {"--stepfactor"},
-            "-g": {"--devices", "--devices-per-worker"},
-            "-n": {"--iters"},
-            "-w": {"--warmup"},
-            "-d": {"--datatype"},
-            "-J": {"--json"},
-            "-t": {"--topology"},
-            "-a": {"--algorithm"},
-            "-m": {"--module"},
-            "-o": {"--output"},
-        }
+        single = "-e --maxbytes -f --stepfactor -n --iters -w --warmup -d --datatype -J --json"
+        single += " -t --topology -a --algorithm -m --module -o --output"
+        words = single.split()
+        expected = {letter: {word} for letter, word in zip(words[::2], words[1::2])}
+        expected["-b"] = {"--bytes", "--minbytes"}
+        expected["-g"] = {"--devices", "--devices-per-worker"}
         self.assertEqual(meanings, expected)
 
 
