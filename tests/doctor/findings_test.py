@@ -140,10 +140,8 @@ class FindingsTest(absltest.TestCase):
 
 class TfConfigTest(absltest.TestCase):
     def examine(self, *addresses: str) -> tuple[Finding, ...]:
-        config = {
-            "cluster": {"worker": list(addresses)},
-            "task": {"type": "worker", "index": "0"},
-        }
+        task = {"type": "worker", "index": "0"}
+        config = {"cluster": {"worker": addresses}, "task": task}
         with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
             return examination.examine_tf_config().hosts
 
@@ -154,24 +152,18 @@ class TfConfigTest(absltest.TestCase):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 own = f"127.0.0.1:{free.getsockname()[1]}"
-            unknown = "no-such-host.invalid:2222"
-            mine, listens, refuses, nobody = self.examine(own, there, refusing, unknown)
-        self.assertEqual([one.severity for one in (mine, listens, refuses)], [OK] * 3)
-        self.assertRegex(mine.text, r"^host 0 .*: this process's own; the port is free$")
-        self.assertRegex(listens.text, r"^host 1 .*: a worker listens there$")
-        self.assertIn("no worker listens there yet", refuses.text)
-        self.assertEqual(nobody.severity, WRONG)
+            *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
+            used, _ = self.examine(there, there.replace("127.0.0.1", "localhost"))
+        texts = ("this process's own; the port is free", "a worker listens there")
+        texts += ("the machine answers; no worker listens there yet",)
+        for host, (found, text) in enumerate(zip(reached, texts, strict=True)):
+            self.assertEqual(found.severity, OK)
+            self.assertRegex(found.text, f"^host {host} .*: {text}$")
+        self.assertEqual((nobody.severity, used.severity), (WRONG, WRONG))
         self.assertRegex(nobody.text, "^host 3 .*: not reached: ")
         self.assertIn("firewalls", nobody.remedy)
-
-    def test_its_own_port_is_in_use(self):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            (own, _) = self.examine(
-                f"127.0.0.1:{listening.getsockname()[1]}", f"localhost:{listening.getsockname()[1]}"
-            )
-        self.assertEqual(own.severity, WRONG)
-        self.assertIn("own port cannot be used", own.text)
-        self.assertIn("end the process that uses the port", own.remedy)
+        self.assertIn("own port cannot be used", used.text)
+        self.assertIn("end the process that uses the port", used.remedy)
 
     def test_not_set(self):
         with mock.patch.dict(os.environ, TF_CONFIG=""):

@@ -21,7 +21,7 @@ import tested_versions
 import testing_utils as tu
 from absl.testing import absltest, parameterized
 from compat_cases import CASES, Case, Refused
-from compat_trainings import TRAININGS, Training, dense
+from compat_trainings import TRAININGS, Training
 from compat_trainings import judge as judge_training
 
 import tfcdo
@@ -64,7 +64,7 @@ class JudgeTest(parameterized.TestCase):
         ({2: (0.0, 0.0), 3: "E: a", 5: "E: b"}, "", "✗", "E: a (3 and 5 replicas)"),
     )
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
-        row = judge_training(Training("x", dense, reason=reason), differences)
+        row = judge_training(Training(reason=reason, name="x"), differences)
         self.assertEqual(row, pages.Row("x", mark, text))
 
     def test_first_words_have_neither_colors_nor_stacks(self):
@@ -81,10 +81,11 @@ class RunTest(absltest.TestCase):
 
 class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
+        marks = {"TensorFlow": "✗", "tfcdo": "✓"}
         calls, trainings = (
             {
                 library: [pages.Row(one.name, mark, f"{mark} | x") for one in cases]
-                for library, mark in (("TensorFlow", "✗"), ("tfcdo", "✓"))
+                for library, mark in marks.items()
             }
             for cases in (CASES, TRAININGS)
         )
@@ -151,13 +152,9 @@ class PerformanceTest(absltest.TestCase):
         self.assertGreater(performance.floor_seconds(2, 2**22 + 8), 0.0)
 
     def test_progress_is_a_line_for_each_item(self):
-        errors = io.StringIO()
-        with (
-            mock.patch.object(pages.time, "monotonic", side_effect=[10.0, 10.0, 135.9]),
-            contextlib.redirect_stderr(errors),
-        ):
-            items = list(pages.with_progress(["a", "b"], str.upper))
-        self.assertEqual(items, ["a", "b"])
+        times = mock.patch.object(pages.time, "monotonic", side_effect=[10.0, 10.0, 135.9])
+        with times, contextlib.redirect_stderr(io.StringIO()) as errors:
+            self.assertEqual(list(pages.with_progress(["a", "b"], str.upper)), ["a", "b"])
         lines = ["1 of 2, after 0:00 minutes: A", "2 of 2, after 2:05 minutes: B"]
         self.assertEqual(errors.getvalue().splitlines(), lines)
 
@@ -171,17 +168,11 @@ class PerformanceTest(absltest.TestCase):
             pages.replace_table(path, "b.py", [])
 
 
-_JUNIT = """\
-<testsuites><testsuite name="pytest" errors="1" failures="2" skipped="3" tests="10" time="1.0">
-<testcase classname="a" name="b" time="0.1" /></testsuite></testsuites>
-"""
-
-
 class RecordTest(absltest.TestCase):
     def test_an_entry_is_what_pytest_reports_in_this_environment(self):
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        report = pathlib.Path(folder, "junit.xml")
-        report.write_text(_JUNIT, encoding="utf-8")
+        report = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "junit.xml")
+        counts = 'errors="1" failures="2" skipped="3" tests="10"'
+        report.write_text(f"<testsuites><testsuite {counts} /></testsuites>", encoding="utf-8")
         entry = tested_versions.entry_of(report)
         self.assertEqual((entry["passed"], entry["failed"], entry["skipped"]), (4, 3, 3))
         self.assertEqual(entry["python"], platform.python_version())
