@@ -191,12 +191,10 @@ def _work(kind: str, library: str, first: int) -> None:
 
 def readme_table(trainings: Rows) -> list[str]:
     """Makes the lines of README.md's table from the rows of each library."""
-    rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
+    theirs, ours = ({row.name: row.result for row in trainings[one]} for one in LIBRARIES)
     head = f"The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo"
-    labels = {name: label for name, label in FIRST.items() if label}
-    return pages.table(
-        head, ((label, *(row[name] for row in rows)) for name, label in labels.items())
-    )
+    rows = ((label, theirs[name], ours[name]) for name, label in FIRST.items() if label)
+    return [*pages.table(head, rows)]
 
 
 def main(arguments: Sequence[str]) -> None:

@@ -38,11 +38,13 @@ def replace_table(path: pathlib.Path, tool: str, lines: Sequence[str]) -> None:
     path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
 
 
-def table(heading: str, rows: Iterable[Iterable[object]], numbers: int = 0) -> list[str]:
-    """Returns the lines of a table, whose last columns may be numbers."""
+def table(heading: str, rows: Iterable[Iterable[object]], numbers: int = 0) -> Iterator[str]:
+    """Yields the lines of a table, whose last columns may be numbers, as the rows come."""
     left = heading.count("|") + 1 - numbers
-    rule = f"|{'---|' * left}{'---:|' * numbers}"
-    return [f"| {heading} |", rule, *(f"| {' | '.join(map(str, row))} |" for row in rows)]
+    yield f"| {heading} |"
+    yield f"|{'---|' * left}{'---:|' * numbers}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
 
 
 class Row(NamedTuple):

@@ -11,9 +11,10 @@ import operator
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
+import pages
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
 
 from tfcdo.plan import algorithms, simulator, tree_program
@@ -63,24 +64,19 @@ def groups() -> dict[str, list[Topology]]:
     }
 
 
-def row(name: str, machines: Sequence[Topology], num_bytes: int) -> str:
-    """Returns the table's row of a group of machines: the medians and the largest values."""
-    ratios, planning = zip(*(judge(machine, num_bytes) for machine in machines), strict=True)
-    return (
-        f"| {name} | {len(machines)} | {num_bytes // MB} MB "
-        f"| {statistics.median(ratios):.2f} / {max(ratios):.2f} "
-        f"| {statistics.median(planning):.1f} / {max(planning):.1f} |"
-    )
-
-
-def main(step: int = 1) -> None:
-    """Judges every so many machines of all groups."""
-    print("| machines | number | bytes | median / most | seconds to plan: median / most |")
-    print("|---|---|---|---|---|")
-    for name, machines in groups().items():
-        for size in SIZES:
-            print(row(name, machines[::step], size), flush=True)
+def rows(step: int) -> Iterator[Sequence[object]]:
+    """Yields the cells of each group of machines: the medians and the largest values."""
+    for (name, machines), size in itertools.product(groups().items(), SIZES):
+        judged = (judge(machine, size) for machine in machines[::step])
+        ratios, planning = zip(*judged, strict=True)
+        yield (
+            *(name, len(ratios), f"{size // MB} MB"),
+            f"{statistics.median(ratios):.2f} / {max(ratios):.2f}",
+            f"{statistics.median(planning):.1f} / {max(planning):.1f}",
+        )
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    heading = "machines | number | bytes | median / most | seconds to plan: median / most"
+    for line in pages.table(heading, rows(*map(int, sys.argv[1:] or [1]))):
+        print(line, flush=True)
