@@ -339,9 +339,15 @@ TRAININGS = tuple(training for part in SUBJECTS.values() for training in part)
 
 def differences(training: Training, library: str, count: int) -> Differences | str:
     """Trains on several replicas and compares with one device."""
+    strategy: Any = tf.distribute.MirroredStrategy
+    ops: Any = tf.distribute.ReductionToOneDevice()
+    if library == "tfcdo":
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
+        strategy = functools.partial(tfcdo.MirroredStrategy, **training.options)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model, seen = train(training, _strategy(training, library, count))
+            devices = [f"CPU:{index}" for index in range(count)]
+            model, seen = train(training, strategy(devices, ops))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
                 model.save(path)
@@ -372,17 +378,9 @@ def train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.M
 
 
 def _fit(training: Training, model: keras.Model) -> list[float]:
-    inputs, targets, *weights = training.data()
-    history = model.fit(
-        inputs,
-        targets,
-        BATCH,
-        epochs=2,
-        sample_weight=weights[0] if weights else None,
-        shuffle=False,
-        verbose=0,
-        **training.fit,
-    ).history
+    *data, weights = (*training.data(), None)[:3]
+    options = {"sample_weight": weights, "shuffle": False, "verbose": 0, **training.fit}
+    history = model.fit(*data, BATCH, epochs=2, **options).history
     return [number for name in sorted(history) for number in history[name]]
 
 
@@ -406,14 +404,6 @@ def _loop(training: Training, model: keras.Model) -> list[float]:
         for _ in range(2)
         for batch in strategy.experimental_distribute_dataset(data)
     ]
-
-
-def _strategy(training: Training, library: str, count: int) -> tf.distribute.Strategy:
-    devices = [f"CPU:{index}" for index in range(count)]
-    if library == "tfcdo":
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
-        return tfcdo.MirroredStrategy(devices, ops, **training.options)
-    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:
