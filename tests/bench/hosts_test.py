@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import warm_python
@@ -42,23 +41,6 @@ _STEPS = {
 }
 
 
-class _FakePool:
-    """Answers as two workers would: the second is always slower, and both send."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self.steps: list[str] = []
-
-    def call(self, method: str, timeout: float, name: str = "") -> list[Any]:
-        """Answers one call."""
-        del timeout
-        if method == "gradient_bytes":
-            return [1000] * 2
-        self.steps.append(name)
-        self.sent += _STEPS[name][1]
-        return [0.1, _STEPS[name][0] + len(self.steps) * 1e-6]
-
-
 @contextlib.contextmanager
 def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.Loopback]:
     """Opens a link, or the shared one where this user may not and the refusal says what helps."""
@@ -73,15 +55,21 @@ def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.
 
 class HostsTest(absltest.TestCase):
     def test_steps_take_turns_and_each_is_counted(self):
-        pool = _FakePool()
-        start_workers = mock.patch.object(
-            worker_pool, "start_workers", lambda *_: contextlib.nullcontext(pool)
-        )
+        steps: list[str] = []
+
+        def call(method: str, timeout: float, name: str = "") -> list[float]:
+            """Answers as two workers would: the second is always slower, and both send."""
+            if method == "gradient_bytes":
+                return [1000] * 2
+            steps.append(name)
+            return [0.1, _STEPS[name][0] + len(steps) * 1e-6]
+
         opened = mock.Mock(command=())
-        opened.count_bytes.side_effect = lambda: pool.sent
-        with start_workers:
+        opened.count_bytes = lambda: sum(_STEPS[name][1] for name in steps)
+        pool = contextlib.nullcontext(mock.Mock(call=call))
+        with mock.patch.object(worker_pool, "start_workers", lambda *_: pool):
             results = hosts.run(opened, 2, 3, iterations=4, warmup=1)
-        self.assertEqual(pool.steps, [*_STEPS] * 5)
+        self.assertEqual(steps, [*_STEPS] * 5)
         # A step ends when the slowest worker's does; the first round is warm-up.
         for one in results:
             self.assertAlmostEqual(one.seconds, _STEPS[one.kind][0], places=4)

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 from bench_testing import (
     SMALL,
     TF_HIERARCHICAL,
-    ForgetsTheLastDevice,
+    forgets_the_last_device,
     implementation_of,
     measurement_of,
     names_of,
@@ -88,20 +88,20 @@ def _count_nodes(data: measure.Data, reduce: measure.Reduce | None) -> int:
 class StepTest(parameterized.TestCase, tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
         data = measure.place_values(SMALL, choose_devices(3))
-        last = [variable.numpy() for variable in data.variables[-1]]
+        first, second, last = ([one.numpy() for one in variables] for variables in data.variables)
+        # Each device has other values.
+        self.assertNotAllEqual(first[0], second[0])
+        self.assertEqual([one.device for one in data.variables[1]], [data.devices.names[1]] * 3)
+        self.assertAllEqual(first[0] + second[0] + last[0], data.sums[0])
         # What is left out is missed wherever it is not 0, on each of the three devices.
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
-        ops = ForgetsTheLastDevice()
-        wrong = measure.build(
-            data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
-        ).num_wrong
+        ops = measure.Implementation("wrong", forgets_the_last_device())
+        wrong = measure.build(data, ops.reducer(data.devices.names)).num_wrong
         self.assertEqual(wrong, expected)
-
-    def test_a_wrong_shape_is_wrong_in_every_element(self):
-        data = measure.place_values(SMALL, choose_devices(2))
-        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
-        self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
+        # A wrong shape is wrong in every element.
+        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 3
+        self.assertEqual(data.num_wrong(values), 3 * SMALL.count)
 
     @parameterized.parameters(*names_of(measure.parse("all")))
     def test_every_implementation_is_right_on_two_devices(self, name: str):
@@ -113,13 +113,6 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         built = measure.build(measure.place_values(SMALL, devices), one.reducer(devices.names))
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
-
-    def test_each_device_has_other_values(self):
-        data = measure.place_values(SMALL, choose_devices(2))
-        first, second = data.variables
-        self.assertNotAllEqual(first[0], second[0])
-        self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
-        self.assertAllEqual(first[0] + second[0], data.sums[0])
 
     def test_small_values_of_one_shape_are_read_together(self):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))

@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from bench_testing import (
     NO_FUNCTION,
     TF_HIERARCHICAL,
-    ForgetsTheLastDevice,
+    forgets_the_last_device,
     measurement_of,
     setUpModule,  # noqa: F401
     tearDownModule,  # noqa: F401
@@ -34,23 +34,27 @@ def _bench(*arguments: str) -> Finished:
     return run_tfcdo("bench", "-n", "1", "-w", "0", *arguments)
 
 
+def _shown(width: int, *measured: results.Measurement) -> list[str]:
+    """Returns the lines of a table."""
+    output = io.StringIO()
+    bench_cli._show("a title", measured, rich.console.Console(file=output, width=width))
+    return output.getvalue().rstrip().splitlines()
+
+
 class ReportTest(parameterized.TestCase, tf.test.TestCase):
     def test_the_table_fits(self):
-        found = [
+        default, copies = (
             dataclasses.replace(measurement_of(name, "tf", 0.2), size=437928960)
             for name in ("tf.CollectiveAllReduce", TF_HIERARCHICAL)
-        ]
-        output = io.StringIO()
-        bench_cli._show("a title", found, rich.console.Console(file=output, width=80))
-        self.assertNotIn("…", output.getvalue())
-        self.assertIn("a title", output.getvalue())
-        self.assertLessEqual(max(map(len, output.getvalue().splitlines())), 80)
+        )
+        lines = _shown(80, default, copies)
+        self.assertNotIn("…", "".join(lines))
+        self.assertIn("a title", lines[0])
+        self.assertLessEqual(max(map(len, lines)), 80)
 
     def test_columns_without_values_are_left_out(self):
         step = results.Measurement("a", "tf", 4, 0.2, 0.1, bytes_sent=3e6)
-        output = io.StringIO()
-        bench_cli._show("a title", [step], rich.console.Console(file=output, width=80))
-        *head, _, row = output.getvalue().rstrip().splitlines()
+        *head, _, row = _shown(80, step)
         words = " ".join(head).split()
         self.assertEqual(" ".join(words), "a title time ± of sent sent, TF (MB) of TF")
         self.assertEqual(" ".join(row.split()), "a 200.0 ms 100.0 ms 1.00 3.00 1.00")
@@ -59,10 +63,8 @@ class ReportTest(parameterized.TestCase, tf.test.TestCase):
         reference = measurement_of("tf.X", "tf", 2e-3)
         ours = measurement_of("tfcdo.X", "tfcdo", 1e-3)
         for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
-            output = io.StringIO()
-            noisy = dataclasses.replace(reference, spread=spread)
-            bench_cli._show("a title", [ours, noisy], rich.console.Console(file=output, width=160))
-            row = next(line for line in output.getvalue().splitlines() if "tfcdo.X" in line)
+            lines = _shown(160, ours, dataclasses.replace(reference, spread=spread))
+            (row,) = (line for line in lines if "tfcdo.X" in line)
             self.assertEqual(row.split()[-2:], [shown, "1.00"])
 
 
@@ -105,9 +107,9 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         )
 
     def test_a_wrong_result(self):
-        with mock.patch.object(tfcdo, "Wrong", ForgetsTheLastDevice, create=True):
+        with mock.patch.object(tfcdo, "wrong", forgets_the_last_device, create=True):
             # Only tfcdo's errors fail, and one of them is enough.
-            for ours, expected in (("tfcdo.ReductionToOneDevice", 0), ("tfcdo.Wrong", 1)):
+            for ours, expected in (("tfcdo.ReductionToOneDevice", 0), ("tfcdo.wrong()", 1)):
                 names = ("--ops", ours, "--ops", TF_HIERARCHICAL)
                 status, output, _ = _bench("-b", "4K", "-e", "4K", "-g", "3", *names)
                 self.assertEqual(status, expected, output)
@@ -116,19 +118,14 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
 
     @parameterized.parameters(
         (("-b", "8X"), "'8X' is not a number of bytes"),
-        (("-b", "0"), "'0' is not a number of bytes"),
         (("-f", "1"), "--stepfactor"),
         (("-g", "1"), "--devices"),
-        (("-n", "0"), "--iters"),
         (("-n", "99999999999999999999"), "--iters"),
-        (("-w", "99999999999999999999"), "--warmup"),
         (("-d", "float8"), "float8"),
         (("--ops", "ring"), "ring: NameError: name 'ring' is not defined; write all, tfcdo, tf, "),
         (("--ops", "tfcdo.Ring"), "AttributeError: module 'tfcdo' has no attribute 'Ring'"),
-        (("--ops", "tf.("), "tf.(: SyntaxError: "),
         (("--ops", "tf.ReduceOp.SUM"), "makes no cross-device ops"),
         (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
-        (("--ops", "tf.HierarchicalCopyAllReduce(packs=1)"), "packs"),
         (("--ops", "tf.CollectiveAllReduce(foo=1)"), "no attribute 'CollectiveAllReduce'"),
         (("--ops", NO_FUNCTION), "not callable"),
         (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
@@ -149,7 +146,6 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("-g", "2", "workers", "2"), "--iters and --warmup must follow the subcommand workers"),
         (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),
         (("--model", "tiny", "-e", "8"), "--maxbytes cannot"),
-        (("--model", "tiny", "-f", "2"), "--stepfactor cannot"),
         (("--optimizer", "adam", "-b", "8"), "--minbytes cannot be given with --optimizer"),
     )
     def test_a_wrong_option_is_found_before_tensorflow_starts(
