@@ -36,6 +36,7 @@ from tfcdo.cli import commands
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 _OTHERS = (_ROOT / "README.md", _ROOT / ".github" / "CONTRIBUTING.md")
 _PAGES = {path.name: path for path in (*_OTHERS, *sorted((_ROOT / "docs").glob("*.md")))}
+_TEXTS = {name: path.read_text(encoding="utf-8") for name, path in _PAGES.items()}
 _FENCE = re.compile(r"^```(\{?[\w-]*\}?)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 # What is not code, or is taken from a file that has a test of its own.
 _NOT_CODE = {"text", "yaml", "{toctree}", "{eval-rst}", "{literalinclude}"}
@@ -54,9 +55,8 @@ class Block(NamedTuple):
 
 
 def _blocks(page: str) -> Iterator[Block]:
-    text = _PAGES[page].read_text(encoding="utf-8")
-    for found in _FENCE.finditer(text):
-        before = text[: found.start()].rstrip().split("\n")[-1]
+    for found in _FENCE.finditer(_TEXTS[page]):
+        before = _TEXTS[page][: found.start()].rstrip().split("\n")[-1]
         yield Block(found[1], found[3], not before.startswith(_NOT_RUN))
 
 
@@ -170,23 +170,21 @@ def _example(word: str) -> str:
 class LinksTest(parameterized.TestCase):
     @parameterized.parameters(*_PAGES)
     def test_links_lead_somewhere(self, page: str):
-        text = _FENCE.sub("", _PAGES[page].read_text(encoding="utf-8"))
-        links = re.findall(r"\]\(([^)\s]+)\)", text)
-        for link in links:
+        for link in re.findall(r"\]\(([^)\s]+)\)", _FENCE.sub("", _TEXTS[page])):
             if "://" in link:
                 continue
             path, _, anchor = link.partition("#")
             target = (_PAGES[page].parent / path) if path else _PAGES[page]
             self.assertTrue(target.exists(), f"{page} links to {link}")
             if anchor:
-                headings = re.findall(
-                    r"^#+ (.+)$", target.read_text(encoding="utf-8"), re.MULTILINE
-                )
-                self.assertIn(anchor, [_anchor(heading) for heading in headings], link)
+                headings = re.findall(r"^#+ (.+)$", target.read_text("utf-8"), re.MULTILINE)
+                # As on GitHub, and by myst_heading_anchors.
+                anchors = [re.sub(r"[^\w\- ]", "", one.strip().lower()) for one in headings]
+                self.assertIn(anchor, [one.replace(" ", "-") for one in anchors], link)
 
     def test_each_page_is_in_the_table_of_contents(self):
-        text = _PAGES["index.md"].read_text(encoding="utf-8")
-        listed = re.findall(r"^(?:[A-Z][a-z ]+<)?([a-z-]+)>?$", text, re.MULTILINE)
+        line = r"^(?:[A-Z][a-z ]+<)?([a-z-]+)>?$"
+        listed = re.findall(line, _TEXTS["index.md"], re.MULTILINE)
         pages = {name.removesuffix(".md") for name in _PAGES if name[0].islower()}
         self.assertCountEqual(listed, pages - {"index"})
 
@@ -194,7 +192,7 @@ class LinksTest(parameterized.TestCase):
 class ReferenceTest(absltest.TestCase):
     def test_every_public_name_is_in_the_reference(self):
         module, listed = "", set()
-        for line in _PAGES["api.md"].read_text(encoding="utf-8").splitlines():
+        for line in _TEXTS["api.md"].splitlines():
             if found := re.fullmatch(r"\.\. currentmodule:: (\S+)", line):
                 module = found[1]
             elif found := re.fullmatch(r"   (\w[\w.]*)|\.\. data:: (\w+)", line):
@@ -205,11 +203,6 @@ class ReferenceTest(absltest.TestCase):
         self.assertEmpty(public - listed)
 
 
-def _anchor(heading: str) -> str:
-    """A heading's anchor on GitHub, and by myst_heading_anchors."""
-    return re.sub(r"[^\w\- ]", "", heading.strip().lower()).replace(" ", "-")
-
-
 class TroubleshootingTest(absltest.TestCase):
     def test_messages_are_those_that_are_raised(self):
         """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page
@@ -217,10 +210,8 @@ class TroubleshootingTest(absltest.TestCase):
         tensorflow = pathlib.Path(tf.__file__).parent / "python" / "distribute"
         files = [*(_ROOT / "tfcdo").rglob("*.py"), *tensorflow.glob("*.py")]
         said = "\n".join(text for file in files for text in _strings(file))
-        said += _PAGES["compat.md"].read_text(encoding="utf-8")
-        headings = re.findall(
-            r"^### `+ ?(.+?)`+$", _PAGES["troubleshooting.md"].read_text("utf-8"), re.MULTILINE
-        )
+        said += _TEXTS["compat.md"]
+        headings = re.findall(r"(?m)^### `+ ?(.+?)`+$", _TEXTS["troubleshooting.md"])
         self.assertGreater(len(headings), 9)
         for heading in headings:
             for piece in heading.split("..."):

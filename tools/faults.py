@@ -424,7 +424,7 @@ undisturbed, the share is {shares} hosts.
     for moment, name in MOMENTS.items():
         problems = [outcome.problem for case, outcome in results if case.moment == moment]
         moments.append((moment, name, len(problems), problems.count("")))
-    tables = {
+    tables: dict[str, Iterable[Iterable[object]]] = {
         "fault | cases | correct | steps repeated (median, most) | seconds without a step (median, "
         "most) | share of useful time (median)": kinds,
         "moment | | cases | correct": moments,

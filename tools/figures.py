@@ -117,7 +117,7 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
     return np.array(losses)
 
 
-def _draw(lines: Mapping[str, Sequence[float]], styles: Mapping[str, Any], **texts: str) -> Figure:
+def _draw(lines: Mapping[str, Any], styles: Mapping[str, Any], **texts: str) -> Figure:
     """Draws what some trainings had after each epoch or step."""
     figure = Figure(figsize=(8, 4 if styles is _LOSS_STYLES else 4.5), layout="constrained")
     axes = figure.subplots()
@@ -135,7 +135,7 @@ def draw_losses(losses: Mapping[str, Sequence[float]]) -> Figure:
     return _draw(losses, _LOSS_STYLES, xlabel="epoch", ylabel="training loss", title=title)
 
 
-def draw_descents(losses: Mapping[str, Sequence[float]]) -> Figure:
+def draw_descents(losses: Mapping[str, np.ndarray]) -> Figure:
     """Draws descents, by wire, as losses above the minimum over the steps."""
     title = "SGD where devices' gradients are large and their sum is small"
     scales = {"xscale": "log", "yscale": "log"}

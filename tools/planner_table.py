@@ -64,7 +64,7 @@ def groups() -> dict[str, list[Topology]]:
     }
 
 
-def rows(step: int) -> Iterator[Sequence[object]]:
+def rows(step: int = 1) -> Iterator[Sequence[object]]:
     """Yields the cells of each group of machines: the medians and the largest values."""
     for (name, machines), size in itertools.product(groups().items(), SIZES):
         judged = (judge(machine, size) for machine in machines[::step])
@@ -78,5 +78,5 @@ def rows(step: int) -> Iterator[Sequence[object]]:
 
 if __name__ == "__main__":
     heading = "machines | number | bytes | median / most | seconds to plan: median / most"
-    for line in pages.table(heading, rows(*map(int, sys.argv[1:] or [1]))):
+    for line in pages.table(heading, rows(*map(int, sys.argv[1:]))):
         print(line, flush=True)

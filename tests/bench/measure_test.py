@@ -136,8 +136,8 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
 
 class UpdatesTest(tf.test.TestCase):
     def test_steps_of_all_reduce_plus_update_take_turns(self):
-        names = ("tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy")
-        names += ("shard_optimizer_state=True",)
+        names = ["tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy"]
+        names += ["shard_optimizer_state=True"]
         path = pathlib.Path(self.get_temp_dir(), "found.json")
         # Halves for two devices.
         shapes = mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,)))
@@ -147,7 +147,7 @@ class UpdatesTest(tf.test.TestCase):
             status, output, errors = run_tfcdo("bench", *arguments)
         self.assertEqual(status, 0, errors)
         self.assertIn("2 devices, all-reduce and adam update of 16.0 kB", output)
-        self.assertEqual(tuple(take_turns.call_args.args[0]), names)
+        self.assertEqual([*take_turns.call_args.args[0]], names)
         found = json.loads(path.read_text())["results"]
         self.assertEqual([one["kind"] for one in found], ["tf", "tfcdo", "tfcdo"])
         for one, name in zip(found, names, strict=True):

@@ -229,18 +229,16 @@ class ProbesTest(absltest.TestCase):
             examination.Probes(2) as probes,
         ):
             pairs = dict(examination._pairs(probes.ask, 3, str))
-        failures = [pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0))]
-        self.assertEqual(failures[0], examination.Failure("no end within 3 s", hangs=True))
-        self.assertEqual(failures[1], examination.Failure("ValueError: no peer"))
-        self.assertRegex(str(failures[2]), r"ended with status 7(.*\\n)*no such link.*hangs=False")
+        hangs, error, ends = (pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0)))
+        self.assertEqual(hangs, examination.Failure("no end within 3 s", hangs=True))
+        self.assertEqual(error, examination.Failure("ValueError: no peer"))
+        self.assertRegex(str(ends), r"ended with status 7(.*\\n)*no such link.*hangs=False")
         # A new probe was asked for its devices first; one that only reports an error goes on.
-        numbers = {pair: check.problem for pair, check in pairs.items()}
-        self.assertEqual(numbers, {(0, 2): "2", (1, 2): "2", (2, 0): "3"})
+        numbers = {(0, 2): "2", (1, 2): "2", (2, 0): "3"}
+        self.assertEqual(pairs, {pair: examination.Check(one) for pair, one in numbers.items()})
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
-        def ask(question: str, **arguments: Any) -> Any:
-            raise worker_pool.WorkerTimeoutError
-
+        ask = mock.Mock(side_effect=worker_pool.WorkerTimeoutError)
         pairs = dict(examination._pairs(ask, 3, str))
         hanging = examination.Failure("no end within 15 s", hangs=True)
         self.assertEqual(list(pairs.values()), [hanging] * 3)

@@ -154,8 +154,8 @@ class TfConfigTest(absltest.TestCase):
                 own = f"127.0.0.1:{free.getsockname()[1]}"
             *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
             used, _ = self.examine(there, there.replace("127.0.0.1", "localhost"))
-        texts = ("this process's own; the port is free", "a worker listens there")
-        texts += ("the machine answers; no worker listens there yet",)
+        texts = ["this process's own; the port is free", "a worker listens there"]
+        texts += ["the machine answers; no worker listens there yet"]
         for host, (found, text) in enumerate(zip(reached, texts, strict=True)):
             self.assertEqual(found.severity, OK)
             self.assertRegex(found.text, f"^host {host} .*: {text}$")

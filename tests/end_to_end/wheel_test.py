@@ -30,6 +30,9 @@ def _load(name: str) -> Any:
 
 
 class WheelTest(absltest.TestCase):
+    folder: Path
+    wheel: Path
+
     @classmethod
     def setUpClass(cls):
         super().setUpClass()
