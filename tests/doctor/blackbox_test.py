@@ -6,8 +6,8 @@ import os
 import pathlib
 import signal
 import tempfile
-import threading
 import time
+from concurrent import futures
 from unittest import mock
 
 import msgspec
@@ -166,9 +166,8 @@ class SignalTest(absltest.TestCase):
         self.assertFalse(progress.asked())
 
     def test_another_thread_leaves_signals_alone(self):
-        thread = threading.Thread(target=progress.listen)
-        thread.start()
-        thread.join()
+        with futures.ThreadPoolExecutor(1) as pool:
+            pool.submit(progress.listen).result()  # Its error, if it has one.
         self.assertEqual(signal.SIG_DFL, signal.getsignal(signal.SIGUSR1))
 
 
