@@ -9,7 +9,6 @@ trainings are README.md's table.
 
 from __future__ import annotations
 
-import importlib
 import json
 import os
 import pathlib
@@ -27,31 +26,26 @@ from compat_cases import CASES, Case, Refused
 from compat_trainings import TRAININGS
 from pages import MAX_CELL, Row, escaped, first_words
 
+# The base class of two of the public classes is not public itself.
+from tensorflow.python.distribute import cross_device_ops
+
 import tfcdo
 
 # By kind of work, seconds that a worker may take for all of it.
 TIMEOUT_SECONDS = {"calls": 120, "trainings": 3600}
-LIBRARIES = ("TensorFlow", "tfcdo")
-# The trainings that a user meets first, by their names.
-FIRST = (
-    "`global_clipnorm`",
-    "`gradient_accumulation_steps`",
-    "`Dropout`",
-    "a last batch of 7 examples, a dense model",
-    "a first batch that does not divide",
-    "sentences with a mask",
-    "an embedding of repeated words, `Adam`",
-    "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds",
-    "`jit_compile=True`",
-    "`BatchNormalization()`",
-)
-# The trainings of README.md, with their names there.
-README = {
+LIBRARIES = {"TensorFlow": cross_device_ops, "tfcdo": tfcdo}
+# The trainings that a user meets first, with the names that some have in README.md's table.
+FIRST = {
     "`global_clipnorm`": "`global_clipnorm`",
     "`gradient_accumulation_steps`": "`gradient_accumulation_steps`",
     "`Dropout`": "`Dropout`",
     "a last batch of 7 examples, a dense model": "a last batch that does not divide",
+    "a first batch that does not divide": "",
     "sentences with a mask": "padded sentences with a mask",
+    "an embedding of repeated words, `Adam`": "",
+    "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds": "",
+    "`jit_compile=True`": "",
+    "`BatchNormalization()`": "",
 }
 _PAGE = """\
 # Compatibility
@@ -166,15 +160,14 @@ def _folded(subjects: Mapping[str, Sequence[Any]], pairs: Mapping[str, tuple[Row
 
 
 def _table(lines: Iterable[tuple[str, str, str]]) -> str:
-    rows = (f"| {' | '.join(line)} |\n" for line in lines)
-    return "".join(("| case | TensorFlow | tfcdo |\n", "|---|---|---|\n", *rows))
+    return "\n".join([*pages.table("case | TensorFlow | tfcdo", lines), ""])
 
 
 def judge(case: Case, library: Any) -> Row:
     """Runs a case in this process, with the classes in a namespace."""
     refused = isinstance(case.expected, Refused)
     try:
-        result = case.call(library)
+        result = case.call(case.make(library))
     except Exception as error:
         text = f"{type(error).__name__}: {first_words(str(error))}"
         clear = isinstance(error, (ValueError, TypeError))
@@ -186,21 +179,10 @@ def judge(case: Case, library: Any) -> Row:
     return Row(case.name, "✓" if good else "✗", text)
 
 
-def _library(name: str) -> Any:
-    """Returns the namespace of a library's classes."""
-    if name == "tfcdo":
-        return tfcdo
-    if name != "TensorFlow":
-        raise ValueError(f"library must be one of {LIBRARIES}; got {name!r}")
-    # The base class of two of the public classes is not public itself.
-    return importlib.import_module("tensorflow.python.distribute.cross_device_ops")
-
-
 def _work(kind: str, library: str, first: int) -> None:
     """Prints the rows of one library from a case on."""
     if kind == "calls":
-        namespace = _library(library)
-        rows = (judge(case, namespace) for case in CASES[first:])
+        rows = (judge(case, LIBRARIES[library]) for case in CASES[first:])
     else:
         rows = (compat_trainings.row(training, library) for training in TRAININGS[first:])
     for row in rows:
@@ -209,20 +191,17 @@ def _work(kind: str, library: str, first: int) -> None:
 
 def readme_table(trainings: Rows) -> list[str]:
     """Makes the lines of README.md's table from the rows of each library."""
-    rows = [{row.name: row.result for row in trainings[library]} for library in LIBRARIES]
-    head = f"| The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo |"
-    lines = [f"| {label} | {rows[0][name]} | {rows[1][name]} |" for name, label in README.items()]
-    return [head, "|---|---|---|", *lines]
+    theirs, ours = ({row.name: row.result for row in trainings[one]} for one in LIBRARIES)
+    head = f"The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo"
+    rows = ((label, theirs[name], ours[name]) for name, label in FIRST.items() if label)
+    return [*pages.table(head, rows)]
 
 
 def main(arguments: Sequence[str]) -> None:
     if arguments[0] == "--worker":
         _work(arguments[1], arguments[2], int(arguments[3]))
         return
-    names = {
-        "calls": [case.name for case in CASES],
-        "trainings": [training.name for training in TRAININGS],
-    }
+    names = {"calls": [one.name for one in CASES], "trainings": [one.name for one in TRAININGS]}
     works = [(kind, library) for kind in TIMEOUT_SECONDS for library in LIBRARIES]
     rows: dict[str, dict[str, list[Row]]] = {kind: {} for kind in TIMEOUT_SECONDS}
     for kind, library in pages.with_progress(works, " with ".join):

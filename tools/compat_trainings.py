@@ -32,8 +32,7 @@ Differences = tuple[float, float]
 class Training:
     """A training that is compared with the same one on one device."""
 
-    name: str
-    build: Callable[[], keras.Model]
+    build: Callable[[], keras.Model] = lambda: dense()
     optimizer: Callable[[], Any] = lambda: optimizers.SGD(0.1, momentum=0.5)
     # Inputs, targets and, if any, the weights of the examples.
     data: Callable[[], Data] = lambda: numbers()
@@ -50,6 +49,7 @@ class Training:
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
     counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
     wire_dtype: str | None = None  # Of gradients that are sent, for tfcdo alone.
+    name: str = ""
 
 
 def numbers(examples: int = EXAMPLES) -> Data:
@@ -62,14 +62,16 @@ def far_from_zero() -> Data:
     return 10 + 0.1 * inputs, targets
 
 
+def drawn(*shape: int) -> np.ndarray:
+    return np.random.default_rng(0).normal(size=[EXAMPLES, *shape]).astype(np.float32)
+
+
 def pictures() -> Data:
-    inputs = np.random.default_rng(0).normal(size=[EXAMPLES, 6, 6, 2]).astype(np.float32)
-    return inputs, inputs.mean((1, 2))
+    return drawn(6, 6, 2), drawn(6, 6, 2).mean((1, 2))
 
 
 def sequences() -> Data:
-    inputs = np.random.default_rng(0).normal(size=[EXAMPLES, 4, 3]).astype(np.float32)
-    return inputs, inputs.mean(1)[:, :2]
+    return drawn(4, 3), drawn(4, 3).mean(1)[:, :2]
 
 
 def words() -> Data:
@@ -127,9 +129,8 @@ def attention(dropout: float = 0.0) -> keras.Model:
 
 
 def embedding() -> keras.Model:
-    return stack(
-        layers.Embedding(9, 3), layers.Flatten(), layers.Dense(2), shape=(4,), dtype="int32"
-    )
+    parts = layers.Embedding(9, 3), layers.Flatten(), layers.Dense(2)
+    return stack(*parts, shape=(4,), dtype="int32")
 
 
 def masked() -> keras.Model:
@@ -179,216 +180,174 @@ def two_optimizers() -> Any:
     return optimizers.MultiOptimizer(chosen)
 
 
-def embedded(name: str, optimizer: Callable[[], Any], **others: Any) -> Training:
-    """Trains an embedding with words that are several times in each batch."""
-    return Training(
-        f"an embedding of repeated words, {name}", embedding, optimizer, words, **others
-    )
+def augmented(make: Callable[[], keras.Layer]) -> Training:
+    return Training(lambda: convolutional(make()), data=pictures)
 
 
-def random_layer(
-    make: Callable[[], keras.Layer], build: Callable[..., keras.Model] = dense, **others: Any
-) -> Training:
-    """Trains a model with a layer that draws random numbers."""
-    return Training(f"`{type(make()).__name__}`", lambda: build(make()), **others)
-
-
-def uneven(what: str, examples: int, build: Callable[[], keras.Model], **others: Any) -> Training:
-    """Trains on batches of which the last does not divide."""
-    name = f"a last batch of {examples} example{'s' * (examples > 1)}, {what}"
-    return Training(name, build, data=lambda: numbers(BATCH + examples), **others)
-
-
+SGD, Adam = (functools.partial(functools.partial, one) for one in (optimizers.SGD, optimizers.Adam))
+ACCUMULATING = Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1)
+SHARDED = {"shard_optimizer_state": True}
+AFTER_7, AFTER_1 = (functools.partial(numbers, BATCH + extra) for extra in (7, 1))
 XLA: dict[str, Any] = {
     "compile": {"jit_compile": True},
     "reason": "TensorFlow compiles no step with XLA for several CPU devices",
 }
-MODELS = (
-    Training("a dense model", dense),
-    Training("an own loop", dense, lambda: optimizers.Adam(0.05, clipnorm=0.1), loop=True),
-    Training("a convolutional model", convolutional, data=pictures),
-    Training("a recurrent model", recurrent, data=sequences),
-    Training("an attention model", attention, data=sequences),
-)
-EMBEDDINGS = (
-    embedded("`SGD`", lambda: optimizers.SGD(0.1, momentum=0.5)),
-    embedded("`Adam`", lambda: optimizers.Adam(0.05)),
-    embedded("`RMSprop`", lambda: optimizers.RMSprop(0.05)),
-    embedded("`Adagrad`", lambda: optimizers.Adagrad(0.1)),
-    embedded("`clipnorm`", lambda: optimizers.SGD(0.5, clipnorm=0.05)),
-    embedded("`global_clipnorm`", lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
-    embedded(
-        "`gradient_accumulation_steps`",
-        lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2),
-    ),
-    embedded(
-        "`Adam`, `shard_optimizer_state=True`",
-        lambda: optimizers.Adam(0.05),
-        options={"shard_optimizer_state": True},
-    ),
-)
-OPTIMIZERS = (
-    Training("`clipnorm`", dense, lambda: optimizers.SGD(0.5, clipnorm=0.05)),
-    Training("`clipvalue`", dense, lambda: optimizers.SGD(0.5, clipvalue=0.02)),
-    Training("`global_clipnorm`", dense, lambda: optimizers.SGD(0.5, global_clipnorm=0.05)),
-    Training(
-        "`gradient_accumulation_steps`",
-        dense,
-        lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1),
-    ),
-    Training(
-        "`gradient_accumulation_steps`, `shard_optimizer_state=True`",
-        dense,
-        lambda: optimizers.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1),
-        options={"shard_optimizer_state": True},
-    ),
-    Training("`use_ema`", dense, lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.6)),
-    Training(
-        "`ema_overwrite_frequency`",
-        dense,
-        lambda: optimizers.SGD(0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2),
-    ),
-    Training(
-        "1 replica: `gradient_accumulation_steps` and `ema_overwrite_frequency`",
-        dense,
-        lambda: optimizers.Adam(
-            0.05,
-            gradient_accumulation_steps=2,
-            global_clipnorm=0.1,
-            use_ema=True,
-            ema_overwrite_frequency=2,
+REPEATED = "an embedding of repeated words"
+_TRAININGS: dict[str, dict[str, Training]] = {
+    "Models": {
+        "a dense model": Training(),
+        "an own loop": Training(optimizer=Adam(0.05, clipnorm=0.1), loop=True),
+        "a convolutional model": Training(convolutional, data=pictures),
+        "a recurrent model": Training(recurrent, data=sequences),
+        "an attention model": Training(attention, data=sequences),
+    },
+    "Embeddings": {
+        f"{REPEATED}, {name}": Training(embedding, optimizer, words, options=options)
+        for name, optimizer, options in (
+            ("`SGD`", SGD(0.1, momentum=0.5), {}),
+            ("`Adam`", Adam(0.05), {}),
+            ("`RMSprop`", lambda: optimizers.RMSprop(0.05), {}),
+            ("`Adagrad`", lambda: optimizers.Adagrad(0.1), {}),
+            ("`clipnorm`", SGD(0.5, clipnorm=0.05), {}),
+            ("`global_clipnorm`", SGD(0.5, global_clipnorm=0.05), {}),
+            ("`gradient_accumulation_steps`", Adam(0.05, gradient_accumulation_steps=2), {}),
+            ("`Adam`, `shard_optimizer_state=True`", Adam(0.05), SHARDED),
+        )
+    },
+    "Optimizers": {
+        "`clipnorm`": Training(optimizer=SGD(0.5, clipnorm=0.05)),
+        "`clipvalue`": Training(optimizer=SGD(0.5, clipvalue=0.02)),
+        "`global_clipnorm`": Training(optimizer=SGD(0.5, global_clipnorm=0.05)),
+        "`gradient_accumulation_steps`": Training(optimizer=ACCUMULATING),
+        "`gradient_accumulation_steps`, `shard_optimizer_state=True`": Training(
+            optimizer=ACCUMULATING, options=SHARDED
         ),
-        counts=(1,),
-    ),
-    Training("`AdamW`, weight decay", dense, lambda: optimizers.AdamW(0.05, weight_decay=0.1)),
-    Training("`MultiOptimizer`", dense, two_optimizers),
-    Training(
-        "`LossScaleOptimizer` and `clipnorm`",
-        dense,
-        lambda: optimizers.LossScaleOptimizer(
-            optimizers.SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2
+        "`use_ema`": Training(optimizer=SGD(0.2, use_ema=True, ema_momentum=0.6)),
+        "`ema_overwrite_frequency`": Training(
+            optimizer=SGD(0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2)
         ),
-    ),
-    Training(
-        "`LossScaleOptimizer` and `gradient_accumulation_steps`",
-        dense,
-        lambda: optimizers.LossScaleOptimizer(
-            optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
+        "1 replica: `gradient_accumulation_steps` and `ema_overwrite_frequency`": Training(
+            optimizer=lambda: ACCUMULATING(use_ema=True, ema_overwrite_frequency=2), counts=(1,)
         ),
-    ),
-    Training(
-        "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds",
-        sixteen_bits,
-        lambda: optimizers.SGD(0.2, global_clipnorm=0.5),
-        tolerance=2e-3,
-    ),
-)
-NORMALIZATION = (
-    Training("`BatchNormalization(synchronized=True)`", lambda: normalized(synchronized=True)),
-    Training(
+        "`AdamW`, weight decay": Training(
+            optimizer=lambda: optimizers.AdamW(0.05, weight_decay=0.1)
+        ),
+        "`MultiOptimizer`": Training(optimizer=two_optimizers),
+        "`LossScaleOptimizer` and `clipnorm`": Training(
+            optimizer=lambda: optimizers.LossScaleOptimizer(
+                optimizers.SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2
+            )
+        ),
+        "`LossScaleOptimizer` and `gradient_accumulation_steps`": Training(
+            optimizer=lambda: optimizers.LossScaleOptimizer(
+                optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
+            )
+        ),
+        "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds": Training(
+            sixteen_bits, SGD(0.2, global_clipnorm=0.5), tolerance=2e-3
+        ),
+    },
+    "Batch normalization": {
+        "`BatchNormalization(synchronized=True)`": Training(lambda: normalized(synchronized=True)),
         # In 16 bits, the variance of these inputs is lost in the rounding of their mean.
-        "`BatchNormalization(synchronized=True)`, gradients copied in bfloat16 by tfcdo",
-        lambda: stack(layers.BatchNormalization(momentum=0.5, synchronized=True), layers.Dense(2)),
-        data=far_from_zero,
-        tolerance=2e-2,
-        wire_dtype="bfloat16",
-    ),
-    Training(
-        "`BatchNormalization()`",
-        normalized,
-        reason="each replica normalizes its own part, as in Keras",
-    ),
-    Training(
-        "`BatchNormalization()`, `synchronize_batch_norm=True`",
-        normalized,
-        options={"synchronize_batch_norm": True},
-    ),
-    Training(
-        "`BatchNormalization()`: `evaluate` in the strategy and with the saved model",
-        normalized,
-        evaluate_batch=BATCH,
-        saved_only=True,
-    ),
-)
-RANDOM_NUMBERS = (
-    random_layer(lambda: layers.Dropout(0.5)),
-    random_layer(lambda: layers.GaussianNoise(0.2)),
-    random_layer(lambda: layers.GaussianDropout(0.3)),
-    random_layer(lambda: layers.AlphaDropout(0.3)),
-    random_layer(lambda: layers.SpatialDropout2D(0.5), convolutional, data=pictures),
-    random_layer(lambda: layers.RandomFlip(), convolutional, data=pictures),
-    random_layer(lambda: layers.RandomRotation(0.2), convolutional, data=pictures),
-    random_layer(lambda: layers.RandomTranslation(0.2, 0.2), convolutional, data=pictures),
-    random_layer(lambda: layers.RandomZoom(0.2), convolutional, data=pictures),
-    random_layer(
-        lambda: layers.RandomContrast(0.5, value_range=(-3, 3)), convolutional, data=pictures
-    ),
-    random_layer(
-        lambda: layers.RandomBrightness(0.5, value_range=(-3, 3)), convolutional, data=pictures
-    ),
-    Training("dropout in attention", lambda: attention(0.3), data=sequences),
-    Training(
-        "dropout in a recurrent layer",
-        lambda: recurrent(dropout=0.2, recurrent_dropout=0.2),
-        data=sequences,
-    ),
-    Training("`Dropout`, `jit_compile=True`", lambda: dense(layers.Dropout(0.5)), **XLA),
-)
-UNEVEN_BATCHES = (
-    Training("metrics over batches that do not divide", dense, evaluate_batch=14),
-    Training("a first batch that does not divide", dense, data=lambda: numbers(BATCH - 7)),
-    uneven("a dense model", 7, dense),
-    uneven("a dense model", 1, dense),
-    uneven("`Dropout`", 7, lambda: dense(layers.Dropout(0.5))),
-    uneven("`Dropout`", 1, lambda: dense(layers.Dropout(0.5))),
-    uneven("`BatchNormalization(synchronized=True)`", 1, lambda: normalized(synchronized=True)),
-    Training("sentences with a mask", masked, data=sentences),
-    Training(
-        "two outputs with a mask",
-        tagger,
-        data=tagged_sentences,
-        compile={"loss": ["mse", "binary_crossentropy"]},
-        metrics=(),
-    ),
-)
-LOSSES = (
-    Training("a loss over the whole batch, `global_batch`", dense, compile={"loss": Contrastive()}),
-    uneven("`global_batch`", 7, dense, compile={"loss": Contrastive()}),
-    Training("sample weights", dense, data=weighted_numbers),
-    Training(
-        "class weights",
-        lambda: stack(layers.Dense(1, activation="sigmoid")),
-        data=labels,
-        compile={"loss": "binary_crossentropy"},
-        fit={"class_weight": {0: 0.3, 1: 2.0}},
-        metrics=("accuracy", "auc"),
-    ),
-    Training("regularization losses", lambda: dense(kernel_regularizer="l2")),
-    Training("`add_loss`", lambda: dense(Penalty())),
-)
-EXECUTION = (
-    Training("`steps_per_execution=2`", dense, compile={"steps_per_execution": 2}),
-    Training("`run_eagerly=True`", dense, compile={"run_eagerly": True}),
-    Training("`jit_compile=True`", dense, **XLA),
-)
+        "`BatchNormalization(synchronized=True)`, gradients copied in bfloat16 by tfcdo": Training(
+            lambda: stack(
+                layers.BatchNormalization(momentum=0.5, synchronized=True), layers.Dense(2)
+            ),
+            data=far_from_zero,
+            tolerance=2e-2,
+            wire_dtype="bfloat16",
+        ),
+        "`BatchNormalization()`": Training(
+            normalized, reason="each replica normalizes its own part, as in Keras"
+        ),
+        "`BatchNormalization()`, `synchronize_batch_norm=True`": Training(
+            normalized, options={"synchronize_batch_norm": True}
+        ),
+        "`BatchNormalization()`: `evaluate` in the strategy and with the saved model": Training(
+            normalized, evaluate_batch=BATCH, saved_only=True
+        ),
+    },
+    "Random numbers": {
+        "`Dropout`": Training(lambda: dense(layers.Dropout(0.5))),
+        "`GaussianNoise`": Training(lambda: dense(layers.GaussianNoise(0.2))),
+        "`GaussianDropout`": Training(lambda: dense(layers.GaussianDropout(0.3))),
+        "`AlphaDropout`": Training(lambda: dense(layers.AlphaDropout(0.3))),
+        "`SpatialDropout2D`": augmented(lambda: layers.SpatialDropout2D(0.5)),
+        "`RandomFlip`": augmented(lambda: layers.RandomFlip()),
+        "`RandomRotation`": augmented(lambda: layers.RandomRotation(0.2)),
+        "`RandomTranslation`": augmented(lambda: layers.RandomTranslation(0.2, 0.2)),
+        "`RandomZoom`": augmented(lambda: layers.RandomZoom(0.2)),
+        "`RandomContrast`": augmented(lambda: layers.RandomContrast(0.5, value_range=(-3, 3))),
+        "`RandomBrightness`": augmented(lambda: layers.RandomBrightness(0.5, value_range=(-3, 3))),
+        "dropout in attention": Training(lambda: attention(0.3), data=sequences),
+        "dropout in a recurrent layer": Training(
+            lambda: recurrent(dropout=0.2, recurrent_dropout=0.2), data=sequences
+        ),
+        "`Dropout`, `jit_compile=True`": Training(lambda: dense(layers.Dropout(0.5)), **XLA),
+    },
+    "Uneven batches and masks": {
+        "metrics over batches that do not divide": Training(evaluate_batch=14),
+        "a first batch that does not divide": Training(data=lambda: numbers(BATCH - 7)),
+        "a last batch of 7 examples, a dense model": Training(data=AFTER_7),
+        "a last batch of 1 example, a dense model": Training(data=AFTER_1),
+        "a last batch of 7 examples, `Dropout`": Training(
+            lambda: dense(layers.Dropout(0.5)), data=AFTER_7
+        ),
+        "a last batch of 1 example, `Dropout`": Training(
+            lambda: dense(layers.Dropout(0.5)), data=AFTER_1
+        ),
+        "a last batch of 1 example, `BatchNormalization(synchronized=True)`": Training(
+            lambda: normalized(synchronized=True), data=AFTER_1
+        ),
+        "sentences with a mask": Training(masked, data=sentences),
+        "two outputs with a mask": Training(
+            tagger,
+            data=tagged_sentences,
+            compile={"loss": ["mse", "binary_crossentropy"]},
+            metrics=(),
+        ),
+    },
+    "Losses and weights": {
+        "a loss over the whole batch, `global_batch`": Training(compile={"loss": Contrastive()}),
+        "a last batch of 7 examples, `global_batch`": Training(
+            data=AFTER_7, compile={"loss": Contrastive()}
+        ),
+        "sample weights": Training(data=weighted_numbers),
+        "class weights": Training(
+            lambda: stack(layers.Dense(1, activation="sigmoid")),
+            data=labels,
+            compile={"loss": "binary_crossentropy"},
+            fit={"class_weight": {0: 0.3, 1: 2.0}},
+            metrics=("accuracy", "auc"),
+        ),
+        "regularization losses": Training(lambda: dense(kernel_regularizer="l2")),
+        "`add_loss`": Training(lambda: dense(Penalty())),
+    },
+    "Execution": {
+        "`steps_per_execution=2`": Training(compile={"steps_per_execution": 2}),
+        "`run_eagerly=True`": Training(compile={"run_eagerly": True}),
+        "`jit_compile=True`": Training(**XLA),
+    },
+}
 SUBJECTS = {
-    "Models": MODELS,
-    "Embeddings": EMBEDDINGS,
-    "Optimizers": OPTIMIZERS,
-    "Batch normalization": NORMALIZATION,
-    "Random numbers": RANDOM_NUMBERS,
-    "Uneven batches and masks": UNEVEN_BATCHES,
-    "Losses and weights": LOSSES,
-    "Execution": EXECUTION,
+    subject: [dataclasses.replace(one, name=name) for name, one in trainings.items()]
+    for subject, trainings in _TRAININGS.items()
 }
 TRAININGS = tuple(training for part in SUBJECTS.values() for training in part)
 
 
 def differences(training: Training, library: str, count: int) -> Differences | str:
     """Trains on several replicas and compares with one device."""
+    strategy: Any = tf.distribute.MirroredStrategy
+    ops: Any = tf.distribute.ReductionToOneDevice()
+    if library == "tfcdo":
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
+        strategy = functools.partial(tfcdo.MirroredStrategy, **training.options)
     try:
         with tempfile.TemporaryDirectory() as folder:
-            model, seen = train(training, _strategy(training, library, count))
+            devices = [f"CPU:{index}" for index in range(count)]
+            model, seen = train(training, strategy(devices, ops))
             if training.saved_only:
                 path = pathlib.Path(folder) / "model.keras"
                 model.save(path)
@@ -419,17 +378,9 @@ def train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.M
 
 
 def _fit(training: Training, model: keras.Model) -> list[float]:
-    inputs, targets, *weights = training.data()
-    history = model.fit(
-        inputs,
-        targets,
-        BATCH,
-        epochs=2,
-        sample_weight=weights[0] if weights else None,
-        shuffle=False,
-        verbose=0,
-        **training.fit,
-    ).history
+    *data, weights = (*training.data(), None)[:3]
+    options = {"sample_weight": weights, "shuffle": False, "verbose": 0, **training.fit}
+    history = model.fit(*data, BATCH, epochs=2, **options).history
     return [number for name in sorted(history) for number in history[name]]
 
 
@@ -453,14 +404,6 @@ def _loop(training: Training, model: keras.Model) -> list[float]:
         for _ in range(2)
         for batch in strategy.experimental_distribute_dataset(data)
     ]
-
-
-def _strategy(training: Training, library: str, count: int) -> tf.distribute.Strategy:
-    devices = [f"CPU:{index}" for index in range(count)]
-    if library == "tfcdo":
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
-        return tfcdo.MirroredStrategy(devices, ops, **training.options)
-    return tf.distribute.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
 
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:

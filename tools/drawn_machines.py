@@ -99,12 +99,8 @@ def _connected(num_devices: int, rng: random.Random) -> list[tuple[int, int]]:
         for other in [rng.choice(order[:i])]
     }
     density = rng.random()
-    pairs |= {
-        (a, b)
-        for a in range(num_devices)
-        for b in range(a + 1, num_devices)
-        if rng.random() < density
-    }
+    others = itertools.combinations(range(num_devices), 2)
+    pairs |= {pair for pair in others if rng.random() < density}
     return sorted(pairs)
 
 

@@ -9,18 +9,19 @@ processes of its own. Handwritten digits are learned by a convolutional network 
 
 from __future__ import annotations
 
-import argparse
+import itertools
 import json
 import os
 import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
 import numpy as np
+import pages
 import tensorflow as tf
 from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
@@ -91,8 +92,9 @@ class _Clock(keras.callbacks.Callback):
             self.bytes = shared_link().count_bytes()
 
 
-def _work(model_name: str, training: str, steps: int) -> None:
+def _work(model_name: str, training: str, num_steps: str) -> None:
     """Trains on one host, and prints the results."""
+    steps = int(num_steps)
     strategy = tfcdo.MultiWorkerMirroredStrategy(
         devices_per_worker=1, check_in_sync=False, **TRAININGS[training]
     )
@@ -177,50 +179,38 @@ def draw(found: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
     return figure
 
 
-def _compare_on_two_hosts(picture: str) -> None:
-    print("| model | exchange | loss | accuracy | MB/step | ms at 1 Gbit/s | ms at 100 Mbit/s |")
-    print("|---|---|---:|---:|---:|---:|---:|")
+def _two(picture: str) -> Iterator[Sequence[str]]:
+    """Yields the cells of each training's row; draws the transformer's."""
     for model in _MODELS:
         found = {}
         for name in TRAININGS:
             result = found[name] = _measure(model, name)
             slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)
             result["slow seconds"] = slow["seconds"]
-            print(
-                f"| {model} | `{name}` | {result['losses'][-1]:.4f} | {result['accuracy']:.1%} "
-                f"| {result['bytes'] / 1e6:.3f} | {result['seconds'] * 1e3:.1f} "
-                f"| {slow['seconds'] * 1e3:.1f} |",
-                flush=True,
-            )
-        if model == "transformer":
-            draw(found, "A transformer on two hosts").savefig(picture, dpi=100)
+            yield [model, *_cells(name, result), f"{slow['seconds'] * 1e3:.1f}"]
+    draw(found, "A transformer on two hosts").savefig(picture, dpi=100)
 
 
-def _compare_on_four_hosts() -> None:
-    print("\n| exchange, 4 hosts | loss | accuracy | MB/step | ms at 100 Mbit/s |")
-    print("|---|---:|---:|---:|---:|")
-    for name in _ON_FOUR_HOSTS:
-        result = _measure("convolutional", name, hosts=4, rate=100)
-        print(
-            f"| `{name}` | {result['losses'][-1]:.4f} | {result['accuracy']:.1%} "
-            f"| {result['bytes'] / 1e6:.3f} | {result['seconds'] * 1e3:.1f} |",
-            flush=True,
-        )
+def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
+    loss, megabytes = f"{result['losses'][-1]:.4f}", f"{result['bytes'] / 1e6:.3f}"
+    milliseconds = f"{result['seconds'] * 1e3:.1f}"
+    return [f"`{name}`", loss, f"{result['accuracy']:.1%}", megabytes, milliseconds]
 
 
-def main() -> None:
-    """Prints the tables and draws the picture."""
-    parser = argparse.ArgumentParser()
-    parser.add_argument("picture", nargs="?")
-    parser.add_argument("--worker", nargs=3, help=argparse.SUPPRESS)
-    arguments = parser.parse_args()
-    if arguments.worker:
-        model, training, steps = arguments.worker
-        _work(model, training, int(steps))
-        return
-    _compare_on_two_hosts(arguments.picture)
-    _compare_on_four_hosts()
+def main(picture: str) -> None:
+    """Prints the tables, each row when it is known, and draws the picture."""
+    columns = "loss | accuracy | MB/step | ms at"
+    four = (_cells(one, _measure("convolutional", one, 4, 100)) for one in _ON_FOUR_HOSTS)
+    for line in itertools.chain(
+        pages.table(f"model | exchange | {columns} 1 Gbit/s | ms at 100 Mbit/s", _two(picture), 5),
+        [""],
+        pages.table(f"exchange, 4 hosts | {columns} 100 Mbit/s", four, 4),
+    ):
+        print(line, flush=True)
 
 
 if __name__ == "__main__":
-    main()
+    if sys.argv[1] == "--worker":
+        _work(*sys.argv[2:])
+    else:
+        main(sys.argv[1])

@@ -12,7 +12,6 @@ the machine's timing.
 from __future__ import annotations
 
 import argparse
-import collections
 import contextlib
 import dataclasses
 import functools
@@ -88,13 +87,14 @@ class Case:
 class Outcome:
     """Outcome of one case."""
 
-    repeated: int  # Steps that were trained more than once.
-    seconds: float  # The longest time without a step, from the fault on.
-    useful: float  # Share of the time from the start that the steps of the final weights took.
-    runs: int  # How often the chief was started.
-    from_one_device: float  # Largest difference of a weight.
-    from_hosts: float  # The same, from the undisturbed training on the same hosts.
     problem: str  # Empty if the result is correct.
+    repeated: int = 0  # Steps that were trained more than once.
+    seconds: float = math.nan  # The longest time without a step, from the fault on.
+    # Share of the time from the start that the steps of the final weights took.
+    useful: float = math.nan
+    runs: int = 0  # How often the chief was started.
+    from_one_device: float = math.nan  # Largest difference of a weight.
+    from_hosts: float = math.nan  # The same, from the undisturbed training on the same hosts.
 
 
 def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
@@ -145,7 +145,7 @@ def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
             _wait_until(lambda: process.poll() is not None, "the end")
         if process.returncode:
             raise RuntimeError(f"it failed:\n{(folder / 'log').read_text()}")
-        return _weights(folder, 0), _useful(_runs(folder, 0), start)
+        return _weights(folder, 0), _useful(_runs(folder), start)
 
 
 def run_case(case: Case) -> Outcome:
@@ -172,12 +172,13 @@ def run_case(case: Case) -> Outcome:
                 _disturb(case, folder, network)
                 _wait_until(lambda: all(p.poll() is not None for p in processes), "the end")
             except TimeoutError as error:
-                return _failed(f"hangs: {error}")
+                return Outcome(f"hangs: {error}")
         statuses = [process.returncode for process in processes]
         if any(statuses):
-            return _failed(f"status {statuses}: {(folder / 'log').read_text()[-300:]}")
+            log = " ".join((folder / "log").read_text()[-300:].split())
+            return Outcome(f"status {statuses}: {log}")
         if left := _left(folder):
-            return _failed(f"processes are left: {left}")
+            return Outcome(f"processes are left: {left}")
         return _outcome(case, folder, begin, fault)
 
 
@@ -186,7 +187,7 @@ def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
     victim, run = case.victims[0], 0
     if case.moment == "restart":
         _wait_until(lambda: len(_steps(folder, 0, 0)) >= case.step, f"step {case.step}")
-        _send(folder, case.hosts - 1, signal.SIGKILL)
+        _send(_pids(folder, case.hosts - 1)[-1], signal.SIGKILL)
         run = 1
     if case.moment == "first step":
         _wait_until(lambda: (folder / f"begins-0-{victim}").exists(), "the first step")
@@ -206,10 +207,10 @@ def _disturb(case: Case, folder: pathlib.Path, network: _Network | None) -> None
     number = {"notice": signal.SIGTERM, "pause": signal.SIGSTOP, "stop": signal.SIGSTOP}
     pids = [_pids(folder, victim)[-1] for victim in case.victims]
     for pid in pids:
-        _send_to(pid, number.get(case.kind, signal.SIGKILL))
+        _send(pid, number.get(case.kind, signal.SIGKILL))
     if case.kind == "pause":
         time.sleep(case.seconds)
-        _send_to(pids[0], signal.SIGCONT)
+        _send(pids[0], signal.SIGCONT)
 
 
 class _Network:
@@ -262,7 +263,7 @@ def can_cut() -> bool:
 
 
 def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Outcome:
-    runs = _runs(folder, 0)
+    runs = _runs(folder)
     weights = [_weights(folder, host) for host in range(case.hosts)]
     from_one_device = max(_difference(own, undisturbed(0)[0]) for own in weights)
     from_hosts = max(_difference(own, undisturbed(case.hosts)[0]) for own in weights)
@@ -275,13 +276,13 @@ def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Ou
         problem = f"differs by {from_hosts:.2g} from the same hosts"
     after = [fault, *(moment for run in runs for _, moment in run if moment > fault)]
     return Outcome(
+        problem=problem,
         repeated=sum(map(len, runs)) - _TOTAL_STEPS,
         seconds=max((b - a for a, b in itertools.pairwise(after)), default=0.0),
         useful=_useful(runs, begin),
         runs=len(_pids(folder, 0)),
         from_one_device=from_one_device,
         from_hosts=from_hosts,
-        problem=problem,
     )
 
 
@@ -290,10 +291,6 @@ def _useful(runs: Sequence[Sequence[tuple[int, float]]], begin: float) -> float:
     moments = [[moment for _, moment in run] for run in runs]
     steps = [b - a for run in moments for a, b in itertools.pairwise(run)]
     return _TOTAL_STEPS * statistics.median(steps) / (max(map(max, moments)) - begin)
-
-
-def _failed(problem: str) -> Outcome:
-    return Outcome(0, math.nan, math.nan, 0, math.nan, math.nan, " ".join(problem.split()))
 
 
 def _start(
@@ -349,11 +346,7 @@ def _pids(folder: pathlib.Path, host: int) -> list[int]:
     return [int(path.read_text()) for path in paths if path.exists()]
 
 
-def _send(folder: pathlib.Path, host: int, number: int) -> None:
-    _send_to(_pids(folder, host)[-1], number)
-
-
-def _send_to(pid: int, number: int) -> None:
+def _send(pid: int, number: int) -> None:
     with contextlib.suppress(ProcessLookupError):  # Another host's end has ended it.
         os.kill(pid, number)
 
@@ -377,10 +370,9 @@ def _steps(folder: pathlib.Path, run: int, host: int) -> list[tuple[int, float]]
     return [(int(step), float(moment)) for step, moment in map(str.split, lines)]
 
 
-def _runs(folder: pathlib.Path, host: int) -> list[list[tuple[int, float]]]:
-    """Returns the steps of each run of a host that has ended one."""
-    runs = (_steps(folder, run, host) for run in range(_MAX_RESTARTS + 1))
-    return [run for run in runs if run]
+def _runs(folder: pathlib.Path) -> list[list[tuple[int, float]]]:
+    """Returns the steps of each run of the chief that has ended one."""
+    return [run for number in range(_MAX_RESTARTS + 1) if (run := _steps(folder, number, 0))]
 
 
 def _weights(folder: pathlib.Path, host: int) -> list[np.ndarray]:
@@ -396,69 +388,65 @@ def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, n
     """Returns the page: the method, a summary and the table."""
     shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     correct = sum(not outcome.problem for _, outcome in results)
-    lines = [
-        "# Faults: hosts that are killed, stopped, cut off or taken away",
-        "",
-        "`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings on one "
-        "machine, whose processes are the hosts. Kinds, moments and hosts are drawn "
-        f"(seed {seed}). Each training has {_TOTAL_STEPS} steps and a "
-        "`tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients are reduced in many packs. "
-        "`tfcdo launch` starts all hosts again after a fault, which takes most of the seconds. "
-        "Where the network is cut, each host has a launcher of its own in its own network "
-        "namespace.",
-        "",
-        "A result is correct if the final weights of all hosts are bitwise identical to an "
-        "undisturbed training on the same number of hosts, and differ by at most "
-        f"{LARGEST_DIFFERENCE:g} from one device. No process may be left, and the training may "
-        f"not wait for longer than {LIMIT_SECONDS:g} s. So no host is stopped for good in a "
-        "meeting, where others wait for it for ten minutes.",
-        "",
-        f"**{correct} of {len(results)} cases are correct**, of {planned} that are planned."
-        + (f" {note}" if note else ""),
-        "",
-        "The share of useful time is the time of the steps, each counted once, of the time from "
-        "the start of the launcher to the last step. The trainings take seconds, so starting "
-        f"hosts is most of it: undisturbed, the share is {shares} hosts.",
-        "",
-        "| fault | cases | correct | steps repeated (median, most) | seconds without a step "
-        "(median, most) | share of useful time (median) |",
-        "|---|---|---|---|---|---|",
-    ]
-    done = collections.Counter(case.kind for case, _ in results)
+    text = f"""\
+# Faults: hosts that are killed, stopped, cut off or taken away
+
+`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings on one machine, whose
+processes are the hosts. Kinds, moments and hosts are drawn (seed {seed}). Each training has
+{_TOTAL_STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients are reduced
+in many packs. `tfcdo launch` starts all hosts again after a fault, which takes most of the seconds.
+Where the network is cut, each host has a launcher of its own in its own network namespace.
+
+A result is correct if the final weights of all hosts are bitwise identical to an undisturbed
+training on the same number of hosts, and differ by at most {LARGEST_DIFFERENCE:g} from one device.
+No process may be left, and the training may not wait for longer than {LIMIT_SECONDS:g} s. So no
+host is stopped for good in a meeting, where others wait for it for ten minutes.
+
+**{correct} of {len(results)} cases are correct**, of {planned} that are planned. {note}
+
+The share of useful time is the time of the steps, each counted once, of the time from the start of
+the launcher to the last step. The trainings take seconds, so starting hosts is most of it:
+undisturbed, the share is {shares} hosts.
+"""
+    kinds, moments = [], []
     for kind, name in NAMES.items():
-        good = [outcome for case, outcome in results if case.kind == kind and not outcome.problem]
+        done = [outcome for case, outcome in results if case.kind == kind]
+        good = [outcome for outcome in done if not outcome.problem]
         columns = ["-", "-", "-"]
         if good:
-            repeated = [outcome.repeated for outcome in good]
-            seconds = [outcome.seconds for outcome in good]
+            repeated, seconds, useful = zip(*((o.repeated, o.seconds, o.useful) for o in good))
             columns = [
                 f"{statistics.median(repeated):g}, {max(repeated)}",
                 f"{statistics.median(seconds):.1f}, {max(seconds):.1f}",
-                f"{100 * statistics.median(outcome.useful for outcome in good):.0f} %",
+                f"{100 * statistics.median(useful):.0f} %",
             ]
-        lines.append(f"| {name} | {done[kind]} | {len(good)} | {' | '.join(columns)} |")
-    lines += ["", "| moment | | cases | correct |", "|---|---|---|---|"]
+        kinds.append((name, len(done), len(good), *columns))
     for moment, name in MOMENTS.items():
         problems = [outcome.problem for case, outcome in results if case.moment == moment]
-        lines.append(f"| {moment} | {name} | {len(problems)} | {problems.count('')} |")
-    lines += [
-        "",
-        "| case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
+        moments.append((moment, name, len(problems), problems.count("")))
+    tables: dict[str, Iterable[Iterable[object]]] = {
+        "fault | cases | correct | steps repeated (median, most) | seconds without a step (median, "
+        "most) | share of useful time (median)": kinds,
+        "moment | | cases | correct": moments,
+        "case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
         "without a step | useful time | difference from one device | from the same hosts | "
-        "result |",
-        "|---|---|---|---|---|---|---|---|---|---|---|---|---|",
-    ]
-    for case, outcome in results:
-        hosts = ", ".join(map(str, case.victims))
-        step = case.step if case.moment in ("step", "backup", "restart") else "-"
-        lasts = f"{case.seconds:.0f} s" if case.seconds else "-"
-        lines.append(
-            f"| {case.kind} | {case.moment} | {case.hosts} | {hosts} | {step} | {lasts} | "
-            f"{outcome.runs} | {outcome.repeated} | {outcome.seconds:.1f} | "
-            f"{100 * outcome.useful:.0f} % | {outcome.from_one_device:.2g} | "
-            f"{outcome.from_hosts:.2g} | {outcome.problem or 'correct'} |"
-        )
-    return "\n".join(lines) + "\n"
+        "result": itertools.starmap(_cells, results),
+    }
+    # A paragraph is one line.
+    parts = [" ".join(part.split()) for part in text.split("\n\n")]
+    parts += ["\n".join(pages.table(heading, rows)) for heading, rows in tables.items()]
+    return "\n\n".join(parts) + "\n"
+
+
+def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
+    """Returns the cells of a case's row."""
+    step = case.step if case.moment in ("step", "backup", "restart") else "-"
+    lasts = f"{case.seconds:.0f} s" if case.seconds else "-"
+    hosts = ", ".join(map(str, case.victims))
+    seconds, useful = f"{outcome.seconds:.1f}", f"{100 * outcome.useful:.0f} %"
+    differences = f"{outcome.from_one_device:.2g}", f"{outcome.from_hosts:.2g}"
+    cells = (case.kind, case.moment, case.hosts, hosts, step, lasts, outcome.runs, outcome.repeated)
+    return (*cells, seconds, useful, *differences, outcome.problem or "correct")
 
 
 def _describe(case: Case) -> str:

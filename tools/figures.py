@@ -14,6 +14,7 @@ from typing import Any
 
 import keras
 import numpy as np
+import pages
 import tensorflow as tf
 from matplotlib.figure import Figure
 
@@ -36,7 +37,11 @@ WIRES: dict[str, dict[str, Any]] = {
     "float16": {"wire_dtype": "float16"},
     "float16, error feedback": {"wire_dtype": "float16", "error_feedback": True},
 }
-_WIRE_STYLES = {"float32": "k-", "bfloat16": "C0--", "bfloat16, error feedback": "C0-"}
+_WIRE_STYLES: dict[str, dict[str, Any]] = {
+    "float32": {"color": "k", "linewidth": 1.2},
+    "bfloat16": {"color": "C0", "linestyle": "--", "linewidth": 1.2},
+    "bfloat16, error feedback": {"color": "C0", "linewidth": 1.2},
+}
 
 
 def devices(count: int = NUM_DEVICES) -> list[str]:
@@ -64,23 +69,12 @@ def train_digits(
     images, count = (images / 16).astype(np.float32), len(images) - num_tests
     keras.utils.set_random_seed(0)
     with strategy.scope():
-        model = keras.Sequential(
-            [
-                keras.layers.Input([64]),
-                keras.layers.Dense(64, "relu"),
-                keras.layers.Dropout(0.5),
-                keras.layers.Dense(10),
-            ]
-        )
+        hidden = keras.layers.Dense(64, "relu"), keras.layers.Dropout(0.5)
+        model = keras.Sequential([keras.layers.Input([64]), *hidden, keras.layers.Dense(10)])
         optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     history = model.fit(
-        images[:count],
-        labels[:count],
-        batch_size=_BATCH,
-        epochs=epochs,
-        shuffle=False,
-        verbose=0,
+        *(images[:count], labels[:count], _BATCH), epochs=epochs, shuffle=False, verbose=0
     )
     right = np.argmax(model(images[count:]), axis=1) == labels[count:]
     accuracy = float(np.mean(right)) if num_tests else np.nan
@@ -123,31 +117,30 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
     return np.array(losses)
 
 
-def draw_losses(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Draws the losses of trainings over the epochs."""
-    figure = Figure(figsize=(8, 4), layout="constrained")
+def _draw(lines: Mapping[str, Any], styles: Mapping[str, Any], **texts: str) -> Figure:
+    """Draws what some trainings had after each epoch or step."""
+    figure = Figure(figsize=(8, 4 if styles is _LOSS_STYLES else 4.5), layout="constrained")
     axes = figure.subplots()
-    for name, style in _LOSS_STYLES.items():
-        axes.plot(np.arange(1, len(losses[name]) + 1), losses[name], label=name, **style)
-    title = "One script with clipping and Dropout; only the strategy differs"
-    axes.set(xlabel="epoch", ylabel="training loss", title=title)
+    for name, style in styles.items():
+        axes.plot(np.arange(1, len(lines[name]) + 1), lines[name], label=name, **style)
+    axes.set(**texts)
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
+
+
+def draw_losses(losses: Mapping[str, Sequence[float]]) -> Figure:
+    """Draws the losses of trainings over the epochs."""
+    title = "One script with clipping and Dropout; only the strategy differs"
+    return _draw(losses, _LOSS_STYLES, xlabel="epoch", ylabel="training loss", title=title)
 
 
 def draw_descents(losses: Mapping[str, np.ndarray]) -> Figure:
     """Draws descents, by wire, as losses above the minimum over the steps."""
-    figure = Figure(figsize=(8, 4.5), layout="constrained")
-    axes = figure.subplots()
-    for wire, style in _WIRE_STYLES.items():
-        descent = losses[wire]
-        axes.loglog(np.arange(1, len(descent) + 1), descent, style, label=wire, linewidth=1.2)
     title = "SGD where devices' gradients are large and their sum is small"
-    axes.set(xlabel="step", ylabel="loss above its minimum", title=title)
-    axes.legend()
-    axes.grid(alpha=0.3)
-    return figure
+    scales = {"xscale": "log", "yscale": "log"}
+    texts = {"xlabel": "step", "ylabel": "loss above its minimum", "title": title}
+    return _draw(losses, _WIRE_STYLES, **scales, **texts)
 
 
 def loss() -> Figure:
@@ -165,14 +158,14 @@ def loss() -> Figure:
 
 def wire() -> Figure:
     """Trains with each wire dtype."""
-    print("| wire | accuracy |\n|---|---|")
-    for name in WIRES:
-        _, accuracy = train_digits(strategy_with(name), num_tests=_NUM_TESTS)
-        print(f"| {name} | {accuracy:.2%} |")
+    accuracies = (
+        (name, f"{train_digits(strategy_with(name), num_tests=_NUM_TESTS)[1]:.2%}")
+        for name in WIRES
+    )
+    print(*pages.table("wire | accuracy", accuracies), "", sep="\n")
     losses = {name: badly_scaled_losses(name) for name in WIRES}
-    print("\n| wire | first step | last step |\n|---|---|---|")
-    for name, descent in losses.items():
-        print(f"| {name} | {descent[0]:.3g} | {descent[-1]:.3g} |")
+    rows = ((name, f"{one[0]:.3g}", f"{one[-1]:.3g}") for name, one in losses.items())
+    print(*pages.table("wire | first step | last step", rows), sep="\n")
     return draw_descents(losses)
 
 

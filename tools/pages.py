@@ -6,7 +6,7 @@ import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import NamedTuple, TypeVar
 
 _Item = TypeVar("_Item")
@@ -36,6 +36,15 @@ def replace_table(path: pathlib.Path, tool: str, lines: Sequence[str]) -> None:
     if not found:
         raise ValueError(f"{path} has no lines {begin!r} and {end!r}")
     path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
+
+
+def table(heading: str, rows: Iterable[Iterable[object]], numbers: int = 0) -> Iterator[str]:
+    """Yields the lines of a table, whose last columns may be numbers, as the rows come."""
+    left = heading.count("|") + 1 - numbers
+    yield f"| {heading} |"
+    yield f"|{'---|' * left}{'---:|' * numbers}"
+    for row in rows:
+        yield f"| {' | '.join(map(str, row))} |"
 
 
 class Row(NamedTuple):

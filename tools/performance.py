@@ -8,22 +8,25 @@ cores, and want the machine for themselves.
 
 from __future__ import annotations
 
-import json
-import math
 import pathlib
 import statistics
 import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
+import msgspec
 import pages
+import tensorflow as tf
 from matplotlib.figure import Figure
 
+from tfcdo.bench import results
+from tfcdo.bench.results import ALONE, Measurement
+
 AUTO, DEFAULT = "tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"
-HOSTS, ALONE = "tfcdo.MultiWorkerMirroredStrategy", "computing alone"
+HOSTS = "tfcdo.MultiWorkerMirroredStrategy"
 # The arguments of `tfcdo bench`.
 CASES = (
     "--model resnet50 -g 4",
@@ -38,24 +41,19 @@ CASES = (
 # the system again in each step.
 _CHUNK = 2**20
 
-# A file that `tfcdo bench --json` writes, and one of its measurements.
-Run = Mapping[str, Any]
-Result = Mapping[str, Any]
 
-
-def bench(arguments: Sequence[str]) -> Run:
+def bench(arguments: Sequence[str]) -> tuple[dict[str, Any], list[Measurement]]:
     """Runs `tfcdo bench` in a process of its own; raises if one of tfcdo's results is wrong."""
     command = [sys.executable, "-m", "tfcdo.cli.main", "bench", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "results.json")
         subprocess.run([*command, "--json", str(path)], check=True, stdout=subprocess.DEVNULL)
-        return json.loads(path.read_text(encoding="utf-8"))
+        run = msgspec.json.decode(path.read_bytes())
+    return run, msgspec.convert(run["results"], list[Measurement])
 
 
 def floor_seconds(num_devices: int, size: int) -> float:
     """Returns the time of one fused pass over the bytes of all devices, the faster of two ways."""
-    import tensorflow as tf
-
     counts = [_CHUNK] * (size // 4 // _CHUNK) + [size // 4 % _CHUNK]
     chunks = [[tf.Variable(tf.ones([n])) for _ in range(num_devices)] for n in counts if n]
 
@@ -71,46 +69,27 @@ def floor_seconds(num_devices: int, size: int) -> float:
     return min(passes) - seconds(lambda: tf.constant(0.0))
 
 
-def fastest(results: Sequence[Result], kind: str) -> Result | None:
-    """Returns the fastest correct result of a kind; None without one."""
-    correct = [one for one in results if one["kind"] == kind and not one["wrong"]]
-    return min(correct, key=lambda one: one["seconds"], default=None)
-
-
-def row(case: str, run: Run, floor: Callable[[int, int], float]) -> str:
-    """Makes a row of the table, in Markdown, in milliseconds."""
-    named = {one["name"]: one for one in run["results"]}
+def row(
+    case: str, measured: Sequence[Measurement], floor: Callable[[int, int], float]
+) -> list[str]:
+    """Makes the cells of a row, in milliseconds."""
+    named = {one.name: one for one in measured}
     ours = named[AUTO if AUTO in named else HOSTS]
-    compared = (ours, fastest(run["results"], "tf"), named.get(DEFAULT), named.get(ALONE))
-    times = [one["seconds"] if one else None for one in compared]
+    compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT), named.get(ALONE))
+    times = [one.seconds if one else None for one in compared]
     if ALONE not in named:
-        times[-1] = floor(ours["num_devices"], ours["size"])
-    cells = ["" if seconds is None else f"{seconds * 1e3:.1f}" for seconds in times]
-    return f"| `{case}` | {' | '.join(cells)} |"
+        times[-1] = floor(ours.num_devices, ours.size)
+    return [f"`{case}`", *("" if one is None else f"{one * 1e3:.1f}" for one in times)]
 
 
-def heading(run: Run) -> list[str]:
-    """Makes the lines above the rows."""
-    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
-    machine = run["machine"]
-    return [
-        f"Virtual CPU devices of {machine['processor']} with {machine['cores']} cores, {versions}, "
-        f"{run['date'][:10]}. Milliseconds.",
-        "",
-        "| `tfcdo bench` | tfcdo | TensorFlow's fastest | TensorFlow's default | floor |",
-        "|---|---:|---:|---:|---:|",
-    ]
-
-
-def draw(results: Sequence[Result]) -> Figure:
+def draw(measured: Sequence[Measurement]) -> Figure:
     """Draws busbw over size, a line for each implementation; none where a time is below noise."""
     figure = Figure(figsize=(10, 6), layout="constrained")
     axes = figure.subplots()
     for kind, style in {"tfcdo": "-o", "tf": "--s"}.items():
-        for name in dict.fromkeys(one["name"] for one in results if one["kind"] == kind):
-            line = [one for one in results if one["name"] == name]
-            speeds = [one["busbw"] / 1e9 if one["busbw"] else math.nan for one in line]
-            axes.plot([one["size"] for one in line], speeds, style, label=name, markersize=4)
+        for name in dict.fromkeys(one.name for one in measured if one.kind == kind):
+            line = [(one.size, one.busbw / 1e9) for one in measured if one.name == name]
+            axes.plot(*zip(*line), style, label=name, markersize=4)
     axes.set_xscale("log", base=2)
     axes.set(xlabel="bytes on each device", ylabel="busbw, GB/s")
     axes.grid(alpha=0.3)
@@ -120,12 +99,20 @@ def draw(results: Sequence[Result]) -> Figure:
 
 def main(path: pathlib.Path) -> None:
     """Measures and changes the page; the picture goes next to it."""
-    lines: list[str] = []
+    rows = []
     for case in pages.with_progress(CASES):
-        run = bench(case.split())
-        lines = [*(lines or heading(run)), row(case, run, floor_seconds)]
-        print(lines[-1], flush=True)
-    draw(bench(["-g", "4"])["results"]).savefig(path.with_suffix(".png"), dpi=120)
+        rows.append(row(case, bench(case.split())[1], floor_seconds))
+        print(*rows[-1], flush=True)
+    run, sweep = bench(["-g", "4"])
+    draw(sweep).savefig(path.with_suffix(".png"), dpi=120)
+    versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
+    machine = f"{run['machine']['processor']} with {run['machine']['cores']} cores"
+    heading = "`tfcdo bench` | tfcdo | TensorFlow's fastest | TensorFlow's default | floor"
+    lines = [
+        f"Virtual CPU devices of {machine}, {versions}, {run['date'][:10]}. Milliseconds.",
+        "",
+        *pages.table(heading, rows, numbers=4),
+    ]
     pages.replace_table(path, "performance.py", lines)
 
 

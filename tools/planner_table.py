@@ -7,12 +7,14 @@ group is judged.
 from __future__ import annotations
 
 import itertools
+import operator
 import statistics
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import networkx as nx
+import pages
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
 
 from tfcdo.plan import algorithms, simulator, tree_program
@@ -36,18 +38,14 @@ def parts_of_dgx1() -> list[Topology]:
     """Returns the parts of a DGX-1 of 3 to 7 devices that differ in more than numbering."""
     whole = preset("dgx1")
     found: list[tuple[Topology, nx.DiGraph]] = []
-    for size in range(3, 8):
-        for devices in itertools.combinations(range(8), size):
-            part = whole.subset(devices)
-            graph = nx.DiGraph()
-            for link in part.links:
-                pair = link.source, link.target
-                graph.add_edge(*pair, kind=(part.bandwidth(*pair), link.via_host))
-            if not any(
-                nx.is_isomorphic(graph, other, edge_match=lambda one, two: one == two)
-                for _, other in found
-            ):
-                found.append((part, graph))
+    for devices in (own for size in range(3, 8) for own in itertools.combinations(range(8), size)):
+        part = whole.subset(devices)
+        graph = nx.DiGraph()
+        for link in part.links:
+            pair = link.source, link.target
+            graph.add_edge(*pair, kind=(part.bandwidth(*pair), link.via_host))
+        if not any(nx.is_isomorphic(graph, other, edge_match=operator.eq) for _, other in found):
+            found.append((part, graph))
     return [part for part, _ in found]
 
 
@@ -66,24 +64,19 @@ def groups() -> dict[str, list[Topology]]:
     }
 
 
-def row(name: str, machines: Sequence[Topology], num_bytes: int) -> str:
-    """Returns the table's row of a group of machines: the medians and the largest values."""
-    ratios, planning = zip(*(judge(machine, num_bytes) for machine in machines), strict=True)
-    return (
-        f"| {name} | {len(machines)} | {num_bytes // MB} MB "
-        f"| {statistics.median(ratios):.2f} / {max(ratios):.2f} "
-        f"| {statistics.median(planning):.1f} / {max(planning):.1f} |"
-    )
-
-
-def main(step: int = 1) -> None:
-    """Judges every so many machines of all groups."""
-    print("| machines | number | bytes | median / most | seconds to plan: median / most |")
-    print("|---|---|---|---|---|")
-    for name, machines in groups().items():
-        for size in SIZES:
-            print(row(name, machines[::step], size), flush=True)
+def rows(step: int = 1) -> Iterator[Sequence[object]]:
+    """Yields the cells of each group of machines: the medians and the largest values."""
+    for (name, machines), size in itertools.product(groups().items(), SIZES):
+        judged = (judge(machine, size) for machine in machines[::step])
+        ratios, planning = zip(*judged, strict=True)
+        yield (
+            *(name, len(ratios), f"{size // MB} MB"),
+            f"{statistics.median(ratios):.2f} / {max(ratios):.2f}",
+            f"{statistics.median(planning):.1f} / {max(planning):.1f}",
+        )
 
 
 if __name__ == "__main__":
-    main(*map(int, sys.argv[1:]))
+    heading = "machines | number | bytes | median / most | seconds to plan: median / most"
+    for line in pages.table(heading, rows(*map(int, sys.argv[1:]))):
+        print(line, flush=True)

@@ -16,12 +16,13 @@ import platform
 import sys
 import xml.etree.ElementTree as ElementTree
 
+import pages
+
 from tfcdo import version
 
-_ROOT = pathlib.Path(__file__).absolute().parents[1]
 # In the package, because an error about an unknown TensorFlow names the known ones.
-RECORD = _ROOT / "tfcdo" / "tested_versions.json"
-PAGE = _ROOT / "docs" / "versions.md"
+RECORD = pages.ROOT / "tfcdo" / "tested_versions.json"
+PAGE = pages.ROOT / "docs" / "versions.md"
 _PACKAGES = ("tensorflow", "keras", "numpy")
 Entry = dict[str, str | int]
 
@@ -44,8 +45,6 @@ TensorFlow's strategies, and correct ones under tfcdo's.
 
 The number of tests differs: five were added between two runs, and Keras below 3.10 has seven more.
 
-| TensorFlow | Python | Keras | numpy | passed | failed | skipped | on |
-|---|---|---|---|---|---|---|---|
 """
 
 
@@ -76,9 +75,9 @@ def with_entry(record: list[Entry], entry: Entry) -> list[Entry]:
 def page(record: list[Entry]) -> str:
     """Writes docs/versions.md, the newest versions first."""
     columns = ("tensorflow", "python", "keras", "numpy", "passed", "failed", "skipped", "date")
-    return _HEADING + "".join(
-        "| " + " | ".join(str(entry[name]) for name in columns) + " |\n" for entry in record[::-1]
-    )
+    rows = ([entry[name] for name in columns] for entry in record[::-1])
+    heading = "TensorFlow | Python | Keras | numpy | passed | failed | skipped | on"
+    return _HEADING + "\n".join([*pages.table(heading, rows), ""])
 
 
 def read_record() -> list[Entry]:

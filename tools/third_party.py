@@ -30,9 +30,7 @@ virtual CPU devices under `tf.distribute.MirroredStrategy` and `tfcdo.MirroredSt
 has the largest difference of the results to one device. ✓: at most 3e-5. The programs are in
 [`tools/third_party_programs.py`](../tools/third_party_programs.py), each about 20 lines.
 
-| library | program | TensorFlow | tfcdo |
-|---|---|---|---|
-{rows}
+{table}
 
 In BERT's row, Keras clips each replica's gradients before they are summed under TensorFlow's
 strategy.
@@ -72,12 +70,8 @@ def run(name: str, kind: str) -> None:
     import tfcdo
 
     devices = tfcdo.configure_virtual_cpus(NUM_DEVICES)
-    if kind == "one":
-        strategy = tf.distribute.MirroredStrategy(devices[:1])
-    elif kind == "tensorflow":
-        strategy = tf.distribute.MirroredStrategy(devices)
-    else:
-        strategy = tfcdo.MirroredStrategy(devices)
+    library = tfcdo if kind == "tfcdo" else tf.distribute
+    strategy = library.MirroredStrategy(devices[:1] if kind == "one" else devices)
     values = getattr(third_party_programs, name)(strategy)
     print("RESULT", json.dumps([value.tolist() for value in values]))
 
@@ -120,18 +114,18 @@ def cell(found: Any, expected: Any) -> str:
     return f"{'✓' if difference < 3e-5 else '✗'} {difference:.0e}"
 
 
-def row(program: Program) -> str:
-    """Runs a program under all strategies; returns a row of the table."""
+def row(program: Program) -> list[str]:
+    """Runs a program under all strategies; returns the cells of its row."""
     import third_party_programs
 
     expected = outcome(program, "one")
     description = getattr(third_party_programs, program.name).__doc__.splitlines()[0]
     if isinstance(expected, str):
-        cells = [f"✗ {expected[:120]} (on one device)".replace("|", "/")] * 2
+        cells = [f"{cell(expected, expected)} (on one device)"] * 2
     else:
         cells = [cell(outcome(program, kind), expected) for kind in ("tensorflow", "tfcdo")]
     package = f"{program.package} {importlib.metadata.version(program.package)}"
-    return f"| {package} | {description} | {cells[0]} | {cells[1]} |"
+    return [package, description, *cells]
 
 
 def main(path: pathlib.Path, names: list[str]) -> None:
@@ -140,9 +134,10 @@ def main(path: pathlib.Path, names: list[str]) -> None:
     rows = []
     for program in pages.with_progress(chosen, lambda program: program.name):
         rows.append(row(program))
-        print(rows[-1], flush=True)
+        print(*rows[-1], flush=True)
+    table = "\n".join(pages.table("library | program | TensorFlow | tfcdo", rows))
     version = importlib.metadata.version("tensorflow")
-    path.write_text(_PAGE.format(version=version, rows="\n".join(rows)), encoding="utf-8")
+    path.write_text(_PAGE.format(version=version, table=table), encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -34,6 +34,11 @@ def _numbers(values: Any) -> list[np.ndarray]:
     return [np.asarray(value) for value in values]
 
 
+def _summed_gradients(tape: tf.GradientTape, loss: tf.Tensor, variables: Any) -> Any:
+    gradients = tape.gradient(loss, variables)
+    return tf.distribute.get_replica_context().all_reduce("sum", gradients)
+
+
 def _sum_of_squares(predictions: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.square(predictions - targets)) / BATCH
 
@@ -53,9 +58,7 @@ def sonnet(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         with tf.GradientTape() as tape:
             loss = _sum_of_squares(model(inputs), targets)
         variables = model.trainable_variables
-        gradients = tape.gradient(loss, variables)
-        gradients = tf.distribute.get_replica_context().all_reduce("sum", gradients)
-        optimizer.apply(gradients, variables)
+        optimizer.apply(_summed_gradients(tape, loss, variables), variables)
 
     _loop(strategy, step, FEATURES, TARGETS)
     return _numbers(model.trainable_variables)
@@ -93,10 +96,7 @@ def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
             def step(batch: Any) -> None:
                 with tf.GradientTape() as tape:
                     loss = _sum_of_squares(batch[0] @ weights, batch[1])
-                (gradient,) = tf.distribute.get_replica_context().all_reduce(
-                    "sum", tape.gradient(loss, [weights])
-                )
-                weights.assign_sub(0.1 * gradient)
+                weights.assign_sub(0.1 * _summed_gradients(tape, loss, [weights])[0])
 
             strategy.run(step, args=(next(iterator),))
             global_step.assign_add(1)
@@ -134,17 +134,13 @@ def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
 
 
 def _fit(
-    library: Any,
-    strategy: tf.distribute.Strategy,
-    make: Callable[[], Any],
-    *data: Any,
-    **options: Any,
+    library: Any, strategy: Any, make: Callable[[], Any], optimizer: Any, loss: Any, *data: Any
 ) -> Any:
     """Trains a model with `fit`; returns its weights and its losses."""
     with strategy.scope():
         library.utils.set_random_seed(1)
         model = make()
-        model.compile(**options)
+        model.compile(optimizer(), loss)
     history = model.fit(*data, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
     return [*_numbers(model.get_weights()), np.array(history.history["loss"])]
 
@@ -156,48 +152,44 @@ def tf_keras(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     def make() -> Any:
         return keras.Sequential([keras.layers.Dense(8, "relu"), keras.layers.Dense(1)])
 
-    return _fit(keras, strategy, make, FEATURES, TARGETS, optimizer="adam", loss="mse")
+    return _fit(keras, strategy, make, keras.optimizers.Adam, "mse", FEATURES, TARGETS)
+
+
+_BACKBONE = (50, 1, 2, 16, 32)  # Words, layers, heads, and the widths of layers and within them.
+_TEXT = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
 
 
 def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Fine-tunes a small BERT classifier; gradients are clipped by their global norm."""
     import keras
-    import keras_hub
+    from keras_hub import models
 
     def make() -> Any:
-        backbone = keras_hub.models.BertBackbone(
-            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
-        )
-        return keras_hub.models.BertTextClassifier(backbone, 2, preprocessor=None, dropout=0.0)
+        backbone = models.BertBackbone(*_BACKBONE, dropout=0.0, max_sequence_length=8)
+        return models.BertTextClassifier(backbone, 2, preprocessor=None, dropout=0.0)
 
-    inputs = {
-        "token_ids": TOKENS,
-        "padding_mask": np.ones_like(TOKENS),
-        "segment_ids": np.zeros_like(TOKENS),
-    }
+    def optimizer() -> Any:
+        return keras.optimizers.Adam(0.001, global_clipnorm=0.1)
+
+    inputs = {**_TEXT, "segment_ids": np.zeros_like(TOKENS)}
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    with strategy.scope():
-        optimizer = keras.optimizers.Adam(0.001, global_clipnorm=0.1)
-    return _fit(keras, strategy, make, inputs, LABELS, optimizer=optimizer, loss=loss)
+    return _fit(keras, strategy, make, optimizer, loss, inputs, LABELS)
 
 
 def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     """Trains a small GPT-2 to predict the next token."""
     import keras
-    import keras_hub
+    from keras_hub import models
 
     def make() -> Any:
-        backbone = keras_hub.models.GPT2Backbone(
-            50, 1, 2, 16, 32, dropout=0.0, max_sequence_length=8
-        )
-        return keras_hub.models.GPT2CausalLM(backbone, preprocessor=None)
+        backbone = models.GPT2Backbone(*_BACKBONE, dropout=0.0, max_sequence_length=8)
+        return models.GPT2CausalLM(backbone, preprocessor=None)
 
-    inputs = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
+    def optimizer() -> Any:
+        return keras.optimizers.SGD(0.1)
+
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-    targets = np.roll(TOKENS, -1, axis=1)
-    with strategy.scope():
-        optimizer = keras.optimizers.SGD(0.1)
-    return _fit(keras, strategy, make, inputs, targets, optimizer=optimizer, loss=loss)
+    return _fit(keras, strategy, make, optimizer, loss, _TEXT, np.roll(TOKENS, -1, axis=1))
 
 
 def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -211,9 +203,10 @@ def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         crossed = library.layers.FeatureCross()(embedded, embedded)
         return keras.Model(tokens, keras.layers.Dense(1)(crossed))
 
-    with strategy.scope():
-        optimizer = keras.optimizers.SGD(0.1)
-    return _fit(keras, strategy, make, TOKENS, TARGETS, optimizer=optimizer, loss="mse")
+    def optimizer() -> Any:
+        return keras.optimizers.SGD(0.1)
+
+    return _fit(keras, strategy, make, optimizer, "mse", TOKENS, TARGETS)
 
 
 def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
@@ -224,12 +217,9 @@ def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     class Ranking(tfrs.Model):
         def __init__(self) -> None:
             super().__init__()
+            mean = keras.layers.GlobalAveragePooling1D()
             self.net = keras.Sequential(
-                [
-                    keras.layers.Embedding(50, 4),
-                    keras.layers.GlobalAveragePooling1D(),
-                    keras.layers.Dense(1),
-                ]
+                [keras.layers.Embedding(50, 4), mean, keras.layers.Dense(1)]
             )
             self.task = tfrs.tasks.Ranking(
                 keras.losses.MeanSquaredError(reduction=keras.losses.Reduction.SUM)
@@ -267,10 +257,7 @@ def probability(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
             loss = part * tf.reduce_sum(divergence)
             loss -= tf.reduce_sum(predicted.log_prob(targets[:, 0])) / BATCH
         variables = [location, scale]
-        gradients = tf.distribute.get_replica_context().all_reduce(
-            "sum", tape.gradient(loss, variables)
-        )
-        for variable, gradient in zip(variables, gradients, strict=True):
+        for variable, gradient in zip(variables, _summed_gradients(tape, loss, variables)):
             variable.assign_sub(0.05 * gradient)
 
     _loop(strategy, step, FEATURES, TARGETS, noise)

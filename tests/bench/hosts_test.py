@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
-from typing import Any
 from unittest import mock
 
 import warm_python
@@ -31,80 +30,67 @@ while chunk := connection.recv(1 << 20):
 print(received)
 """
 
-# In the order in which they take their turns.
-_SENT = {
-    "tfcdo": 2000,
-    "tfcdo bfloat16": 1000,
-    "tfcdo int8": 500,
-    "tf": 3000,
-    "computing alone": 10,
-}
-_SECONDS = {
-    "tfcdo": 0.3,
-    "tfcdo bfloat16": 0.25,
-    "tfcdo int8": 0.22,
-    "tf": 0.4,
-    "computing alone": 0.2,
+_SHOW = ("tc", "qdisc", "show", "dev", "lo")
+# Seconds and bytes of each, in the order in which they take their turns.
+_STEPS = {
+    "tfcdo": (0.3, 2000),
+    "tfcdo bfloat16": (0.25, 1000),
+    "tfcdo int8": (0.22, 500),
+    "tf": (0.4, 3000),
+    "computing alone": (0.2, 10),
 }
 
 
-class _FakePool:
-    """Answers as two workers would: the second is always slower, and both send."""
-
-    def __init__(self) -> None:
-        self.sent = 0
-        self.steps: list[str] = []
-
-    def call(self, method: str, timeout: float, name: str = "") -> list[Any]:
-        """Answers one call."""
-        del timeout
-        if method == "gradient_bytes":
-            return [1000] * 2
-        self.steps.append(name)
-        self.sent += _SENT[name]
-        return [0.1, _SECONDS[name] + len(self.steps) * 1e-6]
+@contextlib.contextmanager
+def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.Loopback]:
+    """Opens a link, or the shared one where this user may not and the refusal says what helps."""
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(hosts.open_link(rate))
+        except hosts.LinkError as error:
+            test.assertRegex(str(error), "run it as root|is not installed: it comes with")
+            opened = hosts.shared_link()
+        yield opened
 
 
 class HostsTest(absltest.TestCase):
     def test_steps_take_turns_and_each_is_counted(self):
-        pool = _FakePool()
-        start_workers = mock.patch.object(
-            worker_pool, "start_workers", lambda *_: contextlib.nullcontext(pool)
-        )
+        steps: list[str] = []
+
+        def call(method: str, timeout: float, name: str = "") -> list[float]:
+            """Answers as two workers would: the second is always slower, and both send."""
+            if method == "gradient_bytes":
+                return [1000] * 2
+            steps.append(name)
+            return [0.1, _STEPS[name][0] + len(steps) * 1e-6]
+
         opened = mock.Mock(command=())
-        opened.count_bytes.side_effect = lambda: pool.sent
-        with start_workers:
+        opened.count_bytes = lambda: sum(_STEPS[name][1] for name in steps)
+        pool = contextlib.nullcontext(mock.Mock(call=call))
+        with mock.patch.object(worker_pool, "start_workers", lambda *_: pool):
             results = hosts.run(opened, 2, 3, iterations=4, warmup=1)
-        self.assertEqual(pool.steps, [*_SENT] * 5)
+        self.assertEqual(steps, [*_STEPS] * 5)
         # A step ends when the slowest worker's does; the first round is warm-up.
         for one in results:
-            self.assertAlmostEqual(one.seconds, _SECONDS[one.kind], places=4)
-            self.assertEqual(one.bytes_sent, _SENT[one.kind])
+            self.assertAlmostEqual(one.seconds, _STEPS[one.kind][0], places=4)
+            self.assertEqual(one.bytes_sent, _STEPS[one.kind][1])
         self.assertEqual((results[0].size, results[0].num_devices), (1000, 3))
 
     def test_tfcdo_sends_less(self):
-        with self._open() as opened:
-            results = hosts.run(opened, 2, 2, iterations=1, warmup=1, num_blocks=1)
+        python = mock.patch.object(sys, "executable", warm_python.executable())
+        with python, _open(self) as opened:
+            results = hosts.run(opened, 2, 2, iterations=1, warmup=1, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.
         for one, times in zip(results, (2.0, 1.0, 0.51, 3.0, 0.0), strict=True):
             self.assertAlmostEqual((one.bytes_sent or 0.0) / one.size, times, delta=0.1)
 
-    @contextlib.contextmanager
-    def _open(self) -> Iterator[hosts.Loopback]:
-        with mock.patch.object(sys, "executable", warm_python.executable()):
-            try:
-                with hosts.open_link(None) as opened:
-                    yield opened
-            except hosts.LinkError:
-                yield hosts.shared_link()  # As the command does, which says so.
-
 
 class LinkTest(absltest.TestCase):
     def test_counts_what_its_own_programs_send_and_nothing_else(self):
-        with self._open(None) as opened:
-            if opened is None:
+        with _open(self) as opened:
+            if not opened.command:
                 return
             before = opened.count_bytes()
             subprocess.run([sys.executable, "-c", _SENDER], check=True, stdout=subprocess.DEVNULL)
@@ -114,23 +100,14 @@ class LinkTest(absltest.TestCase):
         self.assertBetween(sent, 2_000_000, 2_100_000)
 
     def test_the_rate_is_that_of_the_interface(self):
-        with self._open(12.5e6) as opened:
-            if opened is None:
+        with _open(self, 12.5e6) as opened:
+            if not opened.command:
                 return
-            shown = subprocess.run(
-                [*opened.command, "tc", "qdisc", "show", "dev", "lo"],
-                check=True,
-                capture_output=True,
-                text=True,
-            )
-            self.assertIn("tbf", shown.stdout)
-            self.assertIn("rate 100Mbit", shown.stdout)
+            shown = self._output_of(*opened.command, *_SHOW)
+            self.assertRegex(shown, "tbf.* rate 100Mbit")
             self._send(opened)
         # The machine's own interface is as it was.
-        own = subprocess.run(
-            ["tc", "qdisc", "show", "dev", "lo"], check=True, capture_output=True, text=True
-        )
-        self.assertNotIn("tbf", own.stdout)
+        self.assertNotIn("tbf", self._output_of(*_SHOW))
 
     def test_a_refusal_names_the_reason_and_a_remedy(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -158,25 +135,12 @@ class LinkTest(absltest.TestCase):
         self.assertEqual(shared.command, ())
         self.assertGreaterEqual(shared.count_bytes(), 0)
 
-    @contextlib.contextmanager
-    def _open(self, rate: float | None) -> Iterator[hosts.Loopback | None]:
-        """Opens a link; None where this user may not, and the refusal says what would help."""
-        with contextlib.ExitStack() as stack:
-            try:
-                opened = stack.enter_context(hosts.open_link(rate))
-            except hosts.LinkError as error:
-                self.assertRegex(str(error), "run it as root|is not installed: it comes with")
-                opened = None
-            yield opened
-
     def _send(self, opened: hosts.Loopback) -> None:
-        sent = subprocess.run(
-            [*opened.command, sys.executable, "-c", _SENDER],
-            check=True,
-            capture_output=True,
-            text=True,
-        )
-        self.assertEqual(sent.stdout, "2000000\n")
+        sent = self._output_of(*opened.command, sys.executable, "-c", _SENDER)
+        self.assertEqual(sent, "2000000\n")
+
+    def _output_of(self, *command: str) -> str:
+        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

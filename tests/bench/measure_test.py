@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
+import json
 import math
 import os
-from collections.abc import Iterable, Sequence
-from typing import Any
+import pathlib
 from unittest import mock
 
 import numpy as np
@@ -13,7 +14,7 @@ from absl.testing import parameterized
 from bench_testing import (
     SMALL,
     TF_HIERARCHICAL,
-    ForgetsTheLastDevice,
+    forgets_the_last_device,
     implementation_of,
     measurement_of,
     names_of,
@@ -31,22 +32,21 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         taken: list[str] = []
         now = 0.0
 
-        def step_of(name: str, seconds: float) -> measure.Step:
-            def step() -> None:
-                nonlocal now
-                now += seconds
-                taken.append(name)
+        def step(name: str, seconds: float) -> None:
+            nonlocal now
+            now += seconds
+            taken.append(name)
 
-            return step
-
-        compared = {"a": step_of("a", 1.0), "b": step_of("b", 0.002)}
+        compared = {"a": 1.0, "b": 0.002}
         with mock.patch.object(measure.time, "perf_counter", lambda: now):
-            samplers = {name: measure.Sampler(step) for name, step in compared.items()}
+            samplers = {
+                name: measure.Sampler(functools.partial(step, name, seconds))
+                for name, seconds in compared.items()
+            }
             times = results.take_turns(samplers, 2, 1, results.silently)
         # After the first round, as many calls of the short step as fill a sample.
-        self.assertEqual(taken, [*"ab", *"abbb", *"abbb"])
-        self.assertAllClose(times["a"], [1.0] * 2)
-        self.assertAllClose(times["b"], [0.002] * 2)
+        self.assertEqual("".join(taken), "ab" + 2 * "abbb")
+        self.assertAllClose(times, {name: [one] * 2 for name, one in compared.items()})
 
     def test_algbw_and_busbw(self):
         one = measurement_of("x", "tf", 2e-6)
@@ -58,47 +58,24 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             lost = dataclasses.replace(one, seconds=noise, spread=1e-6)
             self.assertTrue(math.isnan(lost.busbw))
 
-    def test_a_run_measures_all_of_them(self):
-        names = ["tfcdo.ReductionToOneDevice", TF_HIERARCHICAL]
-        tracked: list[tuple[str, int]] = []
-
-        def track(sequence: Sequence[Any], *, description: str) -> Iterable[Any]:
-            for item in sequence:
-                tracked.append((description, len(sequence)))
-                yield item
-
-        compared = [implementation_of(name) for name in names]
-        found = measure.run(SMALL, choose_devices(3), compared, 2, 1, track)
-        self.assertEqual(
-            [(one.name, one.kind) for one in found],
-            [
-                (names[0], "tfcdo"),
-                (names[1], "tf"),
-                ("baseline", results.BASELINE),
-            ],
-        )
-        self.assertEqual(tracked, [("building and checking", 2)] * 2 + [("rounds", 3)] * 3)
-        ours, theirs, baseline = found
-        self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 3))
-        self.assertEqual(ours.wrong, 0)
-        # TensorFlow's class leaves a device out of an odd number, which has to show.
-        self.assertNotEqual(theirs.wrong, 0)
-        self.assertIsNone(baseline.wrong)
-        self.assertGreater(baseline.seconds, 0.0)
-        self.assertGreater(ours.first_call or 0.0, 0.0)
-
     def test_the_baseline_of_the_same_round_is_subtracted(self):
         # The median of the differences, which is not the difference of the medians.
-        walls = {
-            "baseline": [1.0, 5.0, 9.0],
-            "tfcdo.ReductionToOneDevice": [3.0, 6.0, 20.0],
-        }
+        name = "tfcdo.ReductionToOneDevice"
+        walls = {"baseline": [1.0, 5.0, 9.0], name: [3.0, 6.0, 20.0]}
+        track = mock.Mock(side_effect=results.silently)
         with mock.patch.object(results, "take_turns", return_value=walls) as take_turns:
-            one = implementation_of("tfcdo.ReductionToOneDevice")
-            found = measure.run(SMALL, choose_devices(2), [one], 3, 0)
+            compared = [implementation_of(name)]
+            found = measure.run(SMALL, choose_devices(2), compared, 3, 0, track)
         self.assertSameElements(walls, take_turns.call_args.args[0])
+        self.assertEqual(take_turns.call_args.args[1:], (3, 0, track))
+        track.assert_called_once_with(compared, description="building and checking")
         self.assertAllClose([one.seconds for one in found], [2.0, 5.0])
         self.assertAllClose([one.spread for one in found], [5.0, 4.0])
+        ours, baseline = found
+        self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 2))
+        self.assertEqual([one.kind for one in found], [ours.name[:5], results.BASELINE])
+        self.assertEqual((ours.wrong, baseline.wrong), (0, None))
+        self.assertGreater(ours.first_call or 0.0, 0.0)
 
 
 def _count_nodes(data: measure.Data, reduce: measure.Reduce | None) -> int:
@@ -111,20 +88,20 @@ def _count_nodes(data: measure.Data, reduce: measure.Reduce | None) -> int:
 class StepTest(parameterized.TestCase, tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
         data = measure.place_values(SMALL, choose_devices(3))
-        last = [variable.numpy() for variable in data.variables[-1]]
+        first, second, last = ([one.numpy() for one in variables] for variables in data.variables)
+        # Each device has other values.
+        self.assertNotAllEqual(first[0], second[0])
+        self.assertEqual([one.device for one in data.variables[1]], [data.devices.names[1]] * 3)
+        self.assertAllEqual(first[0] + second[0] + last[0], data.sums[0])
         # What is left out is missed wherever it is not 0, on each of the three devices.
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
-        ops = ForgetsTheLastDevice()
-        wrong = measure.build(
-            data, lambda values: ops.batch_reduce(None, [(v, v) for v in values])
-        ).num_wrong
+        ops = measure.Implementation("wrong", forgets_the_last_device())
+        wrong = measure.build(data, ops.reducer(data.devices.names)).num_wrong
         self.assertEqual(wrong, expected)
-
-    def test_a_wrong_shape_is_wrong_in_every_element(self):
-        data = measure.place_values(SMALL, choose_devices(2))
-        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 2
-        self.assertEqual(data.num_wrong(values), 2 * SMALL.count)
+        # A wrong shape is wrong in every element.
+        values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 3
+        self.assertEqual(data.num_wrong(values), 3 * SMALL.count)
 
     @parameterized.parameters(*names_of(measure.parse("all")))
     def test_every_implementation_is_right_on_two_devices(self, name: str):
@@ -136,13 +113,6 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         built = measure.build(measure.place_values(SMALL, devices), one.reducer(devices.names))
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
-
-    def test_each_device_has_other_values(self):
-        data = measure.place_values(SMALL, choose_devices(2))
-        first, second = data.variables
-        self.assertNotAllEqual(first[0], second[0])
-        self.assertEqual([value.device for value in second], [data.devices.names[1]] * 3)
-        self.assertAllEqual(first[0] + second[0], data.sums[0])
 
     def test_small_values_of_one_shape_are_read_together(self):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
@@ -164,59 +134,50 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
 
 
-_STRATEGIES = (
-    "tf.distribute.MirroredStrategy",
-    "tfcdo.MirroredStrategy",
-    "shard_optimizer_state=True",
-)
-
-
 class UpdatesTest(tf.test.TestCase):
-    """Steps of all-reduce plus update take turns."""
-
-    def setUp(self):
-        super().setUp()
+    def test_steps_of_all_reduce_plus_update_take_turns(self):
+        names = ["tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy"]
+        names += ["shard_optimizer_state=True"]
+        path = pathlib.Path(self.get_temp_dir(), "found.json")
         # Halves for two devices.
-        self.enter_context(mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,))))
-
-    def test_steps_take_turns(self):
-        with mock.patch.object(results, "take_turns", wraps=results.take_turns) as take_turns:
-            found = updates.run("adam", devices.choose_devices(2), iterations=2, warmup=1)
-        self.assertEqual(list(take_turns.call_args.args[0]), [*_STRATEGIES])
-        self.assertEqual([one.name for one in found], [*_STRATEGIES])
-        self.assertEqual([one.kind for one in found], ["tf", "tfcdo", "tfcdo"])
-        for one in found:
-            self.assertEqual((one.size, one.num_devices), (16_000, 2))
-            # Tracing takes longer than a step.
-            self.assertGreater(one.first_call or 0.0, one.seconds)
-        # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
-        states = [one.state_bytes or 0 for one in found]
-        self.assertAllClose(states, [64_000, 64_000, 32_000], atol=100)
-
-    def test_command(self):
-        status, output, errors = run_tfcdo("bench", "--optimizer", "adam", "-g", "2", "-n", "1")
+        shapes = mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,)))
+        turns = mock.patch.object(results, "take_turns", wraps=results.take_turns)
+        with shapes, turns as take_turns:
+            arguments = ("--optimizer", "adam", "-g", "2", "-n", "2", "-w", "0", "-J", str(path))
+            status, output, errors = run_tfcdo("bench", *arguments)
         self.assertEqual(status, 0, errors)
         self.assertIn("2 devices, all-reduce and adam update of 16.0 kB", output)
-        for name in _STRATEGIES:
+        self.assertEqual([*take_turns.call_args.args[0]], names)
+        found = json.loads(path.read_text())["results"]
+        self.assertEqual([one["kind"] for one in found], ["tf", "tfcdo", "tfcdo"])
+        for one, name in zip(found, names, strict=True):
             self.assertIn(name, output)
+            self.assertEqual((one["name"], one["size"], one["num_devices"]), (name, 16_000, 2))
+            # Tracing takes longer than a step.
+            self.assertGreater(one["first_call"], one["seconds"])
+        # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
+        states = [one["state_bytes"] for one in found]
+        self.assertAllClose(states, [64_000, 64_000, 32_000], atol=100)
 
 
 class DevicesTest(tf.test.TestCase):
     def test_cards_are_taken_if_there_are_enough(self):
-        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)]
-
-        def list_devices(kind: str) -> list[tf.config.PhysicalDevice]:
-            return cards if kind == "GPU" else processors
-
-        processors = tf.config.list_physical_devices("CPU")
-        details = {"device_name": "Some Card"}
+        devices = [
+            *(tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)),
+            *tf.config.list_physical_devices("CPU"),
+        ]
         with (
-            mock.patch.object(tf.config, "list_physical_devices", list_devices),
-            mock.patch.object(tf.config.experimental, "get_device_details", lambda _: details),
+            mock.patch.object(
+                tf.config,
+                "list_physical_devices",
+                lambda kind: [one for one in devices if one.device_type == kind],
+            ),
+            mock.patch.object(
+                tf.config.experimental, "get_device_details", lambda _: {"device_name": "A Card"}
+            ),
         ):
             two, three = choose_devices(2), choose_devices(3)
-        self.assertEqual(two.description, "2 x Some Card")
-        self.assertFalse(two.on_cpu)
+        self.assertEqual((two.description, two.on_cpu), ("2 x A Card", False))
         self.assertEndsWith(two.names[1], "device:GPU:1")
         self.assertEqual(three.description, "3 virtual CPU devices, because there are only 2 GPUs")
         self.assertEndsWith(three.names[2], "device:CPU:2")
@@ -224,23 +185,19 @@ class DevicesTest(tf.test.TestCase):
 
 class EvaluationTest(tf.test.TestCase):
     def test_wrong_results_are_not_the_fastest(self):
-        found = [
-            measurement_of("tf.Wrong", "tf", 1.0, wrong=1),
-            measurement_of("tf.Slow", "tf", 3.0),
-            measurement_of("tf.Right", "tf", 2.0),
-            measurement_of("tfcdo.X", "tfcdo", 0.5),
-        ]
-        self.assertIs(results.fastest(found, "tf"), found[2])
+        wrong, slow, right = (
+            measurement_of(name, "tf", seconds, wrong=name == "tf.Wrong")
+            for name, seconds in (("tf.Wrong", 1.0), ("tf.Slow", 3.0), ("tf.Right", 2.0))
+        )
+        found = [wrong, slow, right, measurement_of("tfcdo.X", "tfcdo", 0.5)]
+        self.assertIs(results.fastest(found, "tf"), right)
         self.assertIsNone(results.fastest(found, results.BASELINE))
 
     def test_cores_of_a_system_without_affinities(self):
-        with (
-            mock.patch.object(os, "sched_getaffinity", create=True),
-            mock.patch.object(os, "cpu_count", return_value=48),
-        ):
-            del os.sched_getaffinity
-            found = devices.describe_environment("2 devices")
-        self.assertEqual(found["machine"]["cores"], 48)
+        self.enter_context(mock.patch.object(os, "sched_getaffinity", create=True))
+        del os.sched_getaffinity
+        with mock.patch.object(os, "cpu_count", return_value=48):
+            self.assertEqual(devices.describe_environment("2 devices")["machine"]["cores"], 48)
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import keras
@@ -39,11 +40,10 @@ class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(workload.shapes, num_values)
         self.assertEqual((workload.count, workload.size), (count, 2 * count))
 
-    def test_sizes_go_up_to_the_last_one(self):
+    def test_sizes(self):
         self.assertEqual(list(workloads.sizes(8, 512, 4)), [8, 32, 128, 512])
         self.assertEqual(list(workloads.sizes(8, 500, 4)), [8, 32, 128])
-
-    def test_one_value_holds_whole_elements(self):
+        # A value holds whole elements.
         self.assertEqual(workloads.one_value(1, "float64").shapes, ((1,),))
         self.assertEqual(workloads.one_value(31, "float64").size, 24)
 
@@ -61,19 +61,7 @@ class ImplementationTest(parameterized.TestCase):
     def test_all_names_both_packages(self):
         found = names_of(measure.parse("all"))
         self.assertEqual(found, names_of([*measure.parse("tfcdo"), *measure.parse("tf")]))
-        self.assertContainsSubset(
-            [
-                "tfcdo.ReductionToOneDevice",
-                "tfcdo.HierarchicalCopyAllReduce",
-                "tfcdo.NcclAllReduce",
-                "tf.HierarchicalCopyAllReduce(num_packs=0)",
-                "tf.HierarchicalCopyAllReduce(num_packs=8)",
-                "tf.ReductionToOneDevice",
-                "tf.NcclAllReduce",
-                "tf.CollectiveAllReduce",
-            ],
-            found,
-        )
+        self.assertContainsSubset(("tfcdo.NcclAllReduce", "tf.CollectiveAllReduce"), found)
 
     @parameterized.parameters(
         ("tfcdo.AllReduceCrossDeviceOps('ring', num_packs=3)", tfcdo.AllReduceCrossDeviceOps),
@@ -108,11 +96,10 @@ class ImplementationTest(parameterized.TestCase):
         ("tfcdo.AllReduceCrossDeviceOps(all_reduce_alg='ring')", False),
     )
     def test_nccl_does_not_run_on_processors(self, name: str, is_nccl: bool):
-        reason_not_to_run = implementation_of(name).reason_not_to_run(["CPU:0", "CPU:1"], "float32")
-        if is_nccl:
-            self.assertIn("no NcclAllReduce kernel is registered for CPU", str(reason_not_to_run))
-        else:
-            self.assertIsNone(reason_not_to_run)
+        reason = implementation_of(name).reason_not_to_run(["CPU:0", "CPU:1"], "float32")
+        no_kernel = "no NcclAllReduce kernel is registered for CPU"
+        self.assertEqual(no_kernel in str(reason), is_nccl)
+        self.assertEqual(reason is not None, is_nccl)
 
     @parameterized.parameters(
         # An argument that tfcdo's own check names, and one that TensorFlow has no check for.
@@ -121,11 +108,9 @@ class ImplementationTest(parameterized.TestCase):
         (NO_FUNCTION, "'int' object is not callable"),
     )
     def test_arguments_that_only_prove_wrong_when_they_are_used(self, name: str, message: str):
-        with self.assertRaises(ValueError) as caught:
+        pattern = f"^{re.escape(name)}: .*{re.escape(message)}.*$"
+        with self.assertRaisesRegex(ValueError, pattern):  # One line.
             implementation_of(name).check_arguments(choose_devices(2).names)
-        self.assertStartsWith(str(caught.exception), f"{name}: ")
-        self.assertIn(message, str(caught.exception))
-        self.assertNotIn("\n", str(caught.exception))
 
 
 if __name__ == "__main__":

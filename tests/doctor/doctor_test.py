@@ -12,6 +12,7 @@ from unittest import mock
 
 import keras
 import tensorflow as tf
+import warm_python
 from absl.testing import absltest, parameterized
 from bench_testing import (
     setUpModule,  # noqa: F401
@@ -44,8 +45,7 @@ def _doctor(*arguments: str, tf_config: str = "") -> tuple[int, list[str]]:
     """Runs the command; returns its status and its lines."""
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
-        mock.patch.object(probe, "_PATTERN_BYTES", 4096),
-        mock.patch.object(probe, "_SUM_BYTES", 4096),
+        mock.patch.multiple(probe, _PATTERN_BYTES=4096, _SUM_BYTES=4096),
         # TensorFlow's collectives keep to one number of devices a process for each key, and the
         # bench's tests, whose number is another, may run in this one.
         mock.patch.object(tf.distribute.MirroredStrategy, "_collective_key_base", 1000),
@@ -64,9 +64,8 @@ def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = No
     if not device.endswith("CPU:1"):
         return copies
     with tf.device(device):
-        flat = [tf.reshape(one, [-1]) for one in copies]
-        changed = [tf.concat([one[:1] + tf.ones_like(one[:1]), one[1:]], 0) for one in flat]
-        return [tf.reshape(one, tf.shape(copied)) for one, copied in zip(changed, copies)]
+        changed = [tf.one_hot(0, tf.size(one), dtype=one.dtype) for one in copies]
+        return [one + tf.reshape(add, tf.shape(one)) for one, add in zip(copies, changed)]
 
 
 _copy = copy_trees.copy
@@ -97,7 +96,12 @@ class DoctorTest(parameterized.TestCase):
         self.assertEqual(namespace["strategy"].num_replicas_in_sync, 3)
 
     def test_a_device_whose_copies_lie(self):
-        with mock.patch.object(copy_trees, "copy", _lying_copy):
+        compared = (("tfcdo.ReductionToOneDevice", "tf.NcclAllReduce"),)
+        with (
+            mock.patch.object(copy_trees, "copy", _lying_copy),
+            mock.patch.object(examination, "COMPARED", compared),
+            mock.patch.object(examination, "STRATEGIES", examination.STRATEGIES[:1]),
+        ):
             status, lines = _doctor("-g", "3")
         self.assertEqual(status, 1)
         text = "\n".join(lines)
@@ -108,7 +112,7 @@ class DoctorTest(parameterized.TestCase):
         self.assertEqual(
             lines[-1],
             "import tfcdo; strategy = tfcdo.MirroredStrategy(['CPU:0', 'CPU:2'], "
-            "cross_device_ops=tfcdo.AutoAllReduce())",
+            "cross_device_ops=tfcdo.ReductionToOneDevice())",
         )
 
     @parameterized.parameters(
@@ -116,29 +120,36 @@ class DoctorTest(parameterized.TestCase):
         ('{"cluster": {"worker": ["a:1"]}}', "which task of the cluster this process is"),
     )
     def test_a_wrong_tf_config(self, tf_config: str, named: str):
-        with mock.patch.object(_InThisProcess, "ask", _no_tensorflow):
+        versions = examination.Versions("1", "3", problem="none here", remedy="install it")
+        with mock.patch.object(_InThisProcess, "ask", return_value=versions):
             status, lines = _doctor(tf_config=tf_config)
         (line,) = [line for line in lines if line.startswith("  wrong  ") and "TF_CONFIG" in line]
         self.assertIn(named, line)
         self.assertEqual(status, 1)
 
-    def test_a_tensorflow_that_cannot_be_imported(self):
-        with mock.patch.dict(sys.modules, tensorflow=None):
+    @parameterized.parameters(
+        (
+            lambda: mock.patch.dict(sys.modules, tensorflow=None),
+            "TensorFlow cannot be imported: .*",
+            "pip install 'tensorflow>=2.16'",
+        ),
+        (
+            lambda: mock.patch.object(tf, "__version__", "2.9.3"),
+            "TensorFlow 2.9.3 is older than 2.16, the oldest that tfcdo runs on",
+            "pip install --upgrade 'tensorflow>=2.16'",
+        ),
+        (
+            lambda: mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}),
+            f"TensorFlow {tf.__version__} lacks something that tfcdo needs: .*",
+            "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
+        ),
+    )
+    def test_a_tensorflow_that_cannot_be_used(self, patch: Any, text: str, remedy: str):
+        with patch():
             status, lines = _doctor()
-        text = "\n".join(lines)
-        self.assertEqual(status, 1)
-        self.assertEqual(lines[0], "This machine: 1 problem")
-        self.assertIn("wrong  TensorFlow cannot be imported: ", text)
-        self.assertEqual(lines[-1], "pip install 'tensorflow>=2.16'")
-
-    def test_a_tensorflow_that_is_too_old(self):
-        with mock.patch.object(tf, "__version__", "2.9.3"):
-            status, lines = _doctor()
-        self.assertEqual(status, 1)
-        self.assertIn(
-            "  wrong  TensorFlow 2.9.3 is older than 2.16, the oldest that tfcdo runs on", lines
-        )
-        self.assertEqual(lines[-1], "pip install --upgrade 'tensorflow>=2.16'")
+        self.assertEqual((status, lines[0]), (1, "This machine: 1 problem"))
+        self.assertRegex(lines[1], f"^  wrong  {text}$")
+        self.assertEqual(lines[-1], remedy)
 
     @parameterized.parameters("2.16.0", "2.16.0-rc1", "2.17.1", "3.0.0")
     def test_a_tensorflow_that_is_not_too_old(self, version: str):
@@ -146,21 +157,16 @@ class DoctorTest(parameterized.TestCase):
             self.assertEqual(probe.Probe().versions().problem, "")
 
     @parameterized.parameters(
-        ((6, 0), False), ((6, 1), False), ((7, 5), False), ((8, 9), False), ((9, 0), False),
-        ((5, 2), True), ((8, 0), True), ((10, 0), True), ((12, 0), True),
-    )  # fmt: skip
+        ((6, 1), False), ((8, 9), False), ((9, 0), False), ((5, 2), True), ((8, 0), True)
+    )
     def test_a_gpu_that_tensorflow_has_no_kernels_for(self, capability, is_named):
         build = {"cuda_compute_capabilities": ["sm_60", "sm_70", "sm_86", "compute_90"]}
-        gpu = mock.Mock()
-        gpu.name = "/physical_device:GPU:2"
+        config = mock.Mock()
+        config.list_physical_devices.return_value = [tf.config.PhysicalDevice("x:GPU:2", "GPU")]
+        config.experimental.get_device_details.return_value = {"compute_capability": capability}
         with (
             mock.patch.object(tf.sysconfig, "get_build_info", return_value=build),
-            mock.patch.object(tf.config, "list_physical_devices", return_value=[gpu]),
-            mock.patch.object(
-                tf.config.experimental,
-                "get_device_details",
-                return_value={"compute_capability": capability},
-            ),
+            mock.patch.object(tf, "config", config),
         ):
             found = probe.Probe().versions().without_kernels
         major, minor = capability
@@ -169,7 +175,7 @@ class DoctorTest(parameterized.TestCase):
 
     def test_metrics_that_are_nan(self):
         asked = probe.Probe()
-        asked.machine(3)
+        asked.machine(2)
         nan = mock.patch.object(keras.metrics.Mean, "result", lambda self: tf.constant(math.nan))
         with mock.patch.object(keras, "__version__", "3.9.2"), nan:
             ours, theirs = (asked.fit(name).problem for name in examination.STRATEGIES)
@@ -179,23 +185,12 @@ class DoctorTest(parameterized.TestCase):
         )
         self.assertStartsWith(theirs, f"{ours}. {cause}")
 
-    def test_a_tensorflow_that_lacks_a_private_name(self):
-        with mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}):
-            status, lines = _doctor()
-        self.assertEqual(status, 1)
-        self.assertIn(f"TensorFlow {tf.__version__} lacks something", "\n".join(lines))
-
     def test_an_answer_that_is_an_error(self):
         error = RuntimeError("no devices today")
         with mock.patch.object(bench_devices, "choose_devices", side_effect=error):
             status, lines = _doctor()
         self.assertEqual(status, 1)
         self.assertIn("  wrong  the devices cannot be used: RuntimeError: no devices today", lines)
-
-
-def _no_tensorflow(self: Any, question: str, **arguments: Any) -> Any:
-    del self, question, arguments
-    return examination.Versions("1", "3", problem="none here", remedy="install it")
 
 
 # A probe that answers at once, but hangs for one pair and ends for another.
@@ -233,30 +228,28 @@ class ProbesTest(absltest.TestCase):
             mock.patch.dict(examination._LIMITS, pair=3.0),
             examination.Probes(2) as probes,
         ):
-            pairs = dict(examination._pairs(probes.ask, 3, _tell))
-        failures = [pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0))]
-        self.assertEqual(failures[0], examination.Failure("no end within 3 s", hangs=True))
-        self.assertEqual(failures[1], examination.Failure("ValueError: no peer"))
-        ended = failures[2]
-        assert isinstance(ended, examination.Failure)
-        self.assertFalse(ended.hangs)
-        self.assertRegex(ended.error, r"ended with status 7(.*\n)*no such link")
+            pairs = dict(examination._pairs(probes.ask, 3, str))
+        hangs, error, ends = (pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0)))
+        self.assertEqual(hangs, examination.Failure("no end within 3 s", hangs=True))
+        self.assertEqual(error, examination.Failure("ValueError: no peer"))
+        self.assertRegex(str(ends), r"ended with status 7(.*\\n)*no such link.*hangs=False")
         # A new probe was asked for its devices first; one that only reports an error goes on.
-        wanted = {(0, 2): "2", (1, 2): "2", (2, 0): "3"}
-        self.assertEqual(
-            pairs, {pair: examination.Check(number) for pair, number in wanted.items()}
-        )
+        numbers = {(0, 2): "2", (1, 2): "2", (2, 0): "3"}
+        self.assertEqual(pairs, {pair: examination.Check(one) for pair, one in numbers.items()})
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
-        def ask(question: str, **arguments: Any) -> Any:
-            raise worker_pool.WorkerTimeoutError
-
-        pairs = dict(examination._pairs(ask, 3, _tell))
+        ask = mock.Mock(side_effect=worker_pool.WorkerTimeoutError)
+        pairs = dict(examination._pairs(ask, 3, str))
         hanging = examination.Failure("no end within 15 s", hangs=True)
         self.assertEqual(list(pairs.values()), [hanging] * 3)
 
     def test_a_process_of_its_own(self):
-        with mock.patch.dict(os.environ, TF_CONFIG="{"), examination.Probes(3) as probes:
+        python = mock.patch.object(
+            examination.Probes,
+            "_command",
+            (warm_python.executable(), *examination.Probes._command[1:]),
+        )
+        with python, mock.patch.dict(os.environ, TF_CONFIG="{"), examination.Probes(3) as probes:
             versions = probes.ask("versions")
             machine = probes.ask("machine", count=3)
             copied = probes.ask("pair", source=2, target=0)
@@ -264,10 +257,6 @@ class ProbesTest(absltest.TestCase):
         self.assertEqual(versions.problem, "")
         self.assertLen(machine.examined, 3)
         self.assertEqual(copied, examination.Check())
-
-
-def _tell(message: str) -> None:
-    del message
 
 
 if __name__ == "__main__":

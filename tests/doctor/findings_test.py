@@ -7,34 +7,17 @@ import itertools
 import json
 import os
 import socket
-from collections.abc import Mapping
 from typing import Any
 from unittest import mock
 
-from absl.testing import absltest, parameterized
+from absl.testing import absltest
 
 from tfcdo.doctor import examination
-from tfcdo.doctor.examination import NOTE, OK, WRONG, Finding, Report
+from tfcdo.doctor.examination import OK, WRONG, Check, Failure, Finding, Report
 from tfcdo.topology.presets import preset
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
-
-
-_PAIRS = list(itertools.permutations(range(4), 2))
-
-
-def _report(**changes: Any) -> Report:
-    """A machine of four GPUs on which all is well, but for what is said."""
-    names = tuple(itertools.chain.from_iterable(examination.COMPARED))
-    report = Report(
-        versions=examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0"),
-        machine=_MACHINE,
-        pairs={pair: examination.Check() for pair in _PAIRS},
-        checks=dict.fromkeys(names, examination.Check()),
-    )
-    return dataclasses.replace(report, **changes)
-
-
+_VERSIONS = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0")
 # Its links have 25 GB/s.
 _MACHINE = examination.Machine(
     physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
@@ -46,141 +29,119 @@ _MACHINE = examination.Machine(
     topology=preset("fully_connected", 4),
     topology_reason="as nvidia-smi reports",
 )
+_OURS, _THEIRS = examination.STRATEGIES
+_HANGS = Failure("no end within 15 s", hangs=True)
 
 
-def _with_pairs(changes: Mapping[tuple[int, int], Any], **others: Any) -> Report:
-    report = _report(**others)
-    return dataclasses.replace(report, pairs={**report.pairs, **changes})
+def _report(pairs: Any = (), checks: Any = (), **changes: Any) -> Report:
+    """A machine of four GPUs on which all is well, but for what is said."""
+    good = dict.fromkeys(itertools.permutations(range(4), 2), Check())
+    sums = dict.fromkeys(itertools.chain.from_iterable(examination.COMPARED), Check())
+    changes = {"versions": _VERSIONS, "machine": _MACHINE, **changes}
+    return Report(pairs={**good, **dict(pairs)}, checks={**sums, **dict(checks)}, **changes)
 
 
-def _with_checks(changes: Mapping[str, Any], **others: Any) -> Report:
-    report = _report(**others)
-    return dataclasses.replace(report, checks={**report.checks, **changes})
+def _machine(**changes: Any) -> examination.Machine:
+    return dataclasses.replace(_MACHINE, **changes)
 
 
-def _texts(report: Report, severity: str) -> list[str]:
-    return [one.text for one in examination.findings_of(report) if one.severity == severity]
+class FindingsTest(absltest.TestCase):
+    def check(self, report: Report, *patterns: str, script: str = "NcclAllReduce") -> None:
+        """Compares what is not ok, whose remedy is one line, and the line to paste."""
+        found = [one for one in examination.findings_of(report) if one.severity != OK]
+        self.assertLen(found, len(patterns), found)
+        for one, pattern in zip(found, patterns):
+            self.assertRegex(f"{one.severity}: {one.text} -> {one.remedy}", f"^{pattern}")
+            self.assertRegex(one.remedy, "^.+$")
+        self.assertRegex(examination.script_line(report), script)
 
-
-class FindingsTest(parameterized.TestCase):
     def test_a_good_machine(self):
-        report = _report()
-        self.assertEmpty(_texts(report, WRONG) + _texts(report, NOTE))
-        self.assertEqual(
-            examination.script_line(report),
-            "import tfcdo; strategy = "
-            "tfcdo.MirroredStrategy(cross_device_ops=tfcdo.NcclAllReduce())",
-        )
+        ops = r"cross_device_ops=tfcdo.NcclAllReduce\(\)"
+        script = rf"^import tfcdo; strategy = tfcdo.MirroredStrategy\({ops}\)$"
+        self.check(_report(), script=script)
 
-    def test_what_is_not_ok_has_a_remedy_on_one_line(self):
-        report = _with_pairs(
-            {(0, 1): examination.Check("3 bytes"), (1, 2): examination.Failure("y")},
-            versions=examination.Failure("x"),
-        )
-        for finding in examination.findings_of(report):
-            if finding.severity != OK:
-                self.assertNotEmpty(finding.remedy)
-                self.assertNotIn("\n", finding.remedy)
+    def test_no_tensorflow(self):
+        script = "^pip install --force-reinstall tensorflow$"
+        self.check(Report(Failure("x")), "wrong: TensorFlow does not start: x ->", script=script)
 
     def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
-        hangs = examination.Failure("no end within 15 s", hangs=True)
-        report = _with_pairs({(0, 2): hangs, (2, 3): hangs})
+        report = _report({(0, 2): _HANGS, (2, 3): _HANGS})
         tried = {pair: copies for pair, copies in report.pairs.items() if pair != (1, 0)}
-        report = dataclasses.replace(report, pairs=tried)
-        (text,) = _texts(report, WRONG)
-        self.assertEqual(
-            text, "copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s"
+        self.check(
+            dataclasses.replace(report, pairs=tried),
+            "wrong: copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s",
+            "note: 1 pairs of devices were not tried, because others hang",
+            script=r"\['GPU:0', 'GPU:1', 'GPU:3'\]",
         )
-        self.assertEqual(
-            _texts(report, NOTE), ["1 pairs of devices were not tried, because others hang"]
-        )
-        self.assertIn("['GPU:0', 'GPU:1', 'GPU:3']", examination.script_line(report))
 
-    def test_copies_that_raise_an_error_fail(self):
+    def test_copies_that_lie_or_raise_an_error(self):
         # The probe goes on, which says nothing of hanging.
-        report = _with_pairs({(0, 2): examination.Failure("InternalError: no peer")})
-        text = "copies from GPU:0 to GPU:2 fail: InternalError: no peer"
-        self.assertEqual(_texts(report, WRONG), [text])
+        self.check(
+            _report({(0, 2): Failure("InternalError: no peer"), (0, 1): Check("3 bytes")}),
+            "wrong: copies from GPU:0 to GPU:2 fail: InternalError: no peer",
+            "wrong: copies from GPU:0 to GPU:1 arrive corrupted",
+            script=r"\['GPU:1', 'GPU:2', 'GPU:3'\]",
+        )
 
     def test_a_fit_whose_metrics_are_incorrect(self):
-        ours, theirs = examination.STRATEGIES
-        nan = examination.Check("loss is nan instead of 2")
-        found = examination.findings_of(_report(checks={ours: nan, theirs: nan}))
-        wrong, note = (one for one in found if one.severity != OK)
-        self.assertEqual((wrong.severity, note.severity), (WRONG, NOTE))
-        text = "metrics of fit under tfcdo.MirroredStrategy are incorrect: loss is nan instead of 2"
-        self.assertEqual(wrong.text, text)
-        self.assertStartsWith(wrong.remedy, "see the copies above; if all are correct, ")
-        self.assertEqual(note.remedy, "use tfcdo.MirroredStrategy")
+        self.check(
+            _report(checks=dict.fromkeys((_OURS, _THEIRS), Check("loss is nan instead of 2"))),
+            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
+            "the copies above; if all are correct, ",
+            f"note: metrics of fit under {_THEIRS} are .* -> use tfcdo.MirroredStrategy$",
+        )
 
     def test_a_fit_that_fails(self):
-        failure = examination.Failure("no end within 120 s", hangs=True)
-        report = _report(checks=dict.fromkeys(examination.STRATEGIES, failure))
-        text = "metrics of fit under tfcdo.MirroredStrategy fail: no end within 120 s"
-        self.assertEqual(_texts(report, WRONG), [text])
-        self.assertLen(_texts(report, NOTE), 1)
+        self.check(
+            _report(checks=dict.fromkeys((_OURS, _THEIRS), _HANGS)),
+            f"wrong: metrics of fit under {_OURS} fail: no end within 15 s",
+            f"note: metrics of fit under {_THEIRS} fail: ",
+        )
 
     def test_gpus_that_tensorflow_has_no_kernels_for(self):
-        versions = examination.Versions(
-            "0.1.0", "3.12.1", tensorflow="2.21.0", without_kernels=["GPU:1 (compute ...)", "GPU:3"]
-        )
-        (text,) = _texts(_report(versions=versions), NOTE)
-        self.assertIn("has no compiled kernels for GPU:1 (compute ...), GPU:3: ", text)
+        versions = dataclasses.replace(_VERSIONS, without_kernels=["GPU:1 (5)", "GPU:3"])
+        text = r"note: TensorFlow 2.21.0 has no compiled kernels for GPU:1 \(5\), GPU:3: "
+        self.check(_report(versions=versions), text)
 
     def test_classes_that_are_wrong_or_fail(self):
-        report = _with_checks(
-            {
-                "tfcdo.NcclAllReduce": examination.Failure("no end within 60 s", hangs=True),
-                "tfcdo.AutoAllReduce": examination.Check("5 of 8 elements"),
-                "tf.ReductionToOneDevice": examination.Failure("ValueError: no"),
-            }
+        checks = {
+            "tfcdo.NcclAllReduce": _HANGS,
+            "tfcdo.AutoAllReduce": Check("5 of 8 elements"),
+            "tf.ReductionToOneDevice": Failure("ValueError: no"),
+        }
+        self.check(
+            _report(checks=checks),
+            "wrong: tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements ->",
+            "note: tf.ReductionToOneDevice sums fail: ValueError: no ->",
+            "wrong: tfcdo.NcclAllReduce sums fail: no end within 15 s ->",
+            # The line names a class whose sums are right.
+            script=r"=tfcdo.HierarchicalCopyAllReduce\(\)",
         )
-        self.assertEqual(
-            _texts(report, WRONG),
-            [
-                "tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements",
-                "tfcdo.NcclAllReduce sums fail: no end within 60 s",
-            ],
-        )
-        self.assertEqual(
-            _texts(report, NOTE), ["tf.ReductionToOneDevice sums fail: ValueError: no"]
-        )
-        # The line names a class whose sums are right.
-        self.assertIn("=tfcdo.HierarchicalCopyAllReduce()", examination.script_line(report))
 
     def test_gpus_that_tensorflow_does_not_see(self):
-        physical = ("/physical_device:CPU:0",)
-        report = _with_checks(
-            {"tfcdo.NcclAllReduce": examination.Check(ran=False)},
-            machine=dataclasses.replace(_MACHINE, physical=physical, on_cpu=True),
-        )
-        seen, examined = _texts(report, NOTE)
-        self.assertEqual(seen, "nvidia-smi shows 4 GPUs, and TensorFlow none")
-        self.assertIn("TensorFlow sees no GPU", examined)
-        self.assertIn(
-            "configure_virtual_cpus(4), cross_device_ops=tfcdo.AutoAllReduce()",
-            examination.script_line(report),
+        machine = _machine(physical=("/physical_device:CPU:0",), on_cpu=True)
+        self.check(
+            _report(checks={"tfcdo.NcclAllReduce": Check(ran=False)}, machine=machine),
+            "note: nvidia-smi shows 4 GPUs, and TensorFlow none ->",
+            "note: TensorFlow sees no GPU",
+            script=r"configure_virtual_cpus\(4\), cross_device_ops=tfcdo.AutoAllReduce\(\)",
         )
 
     def test_an_assumed_topology(self):
-        reason = "there is no nvidia-smi on the PATH; pass topology= to say what joins them"
-        report = _report(machine=dataclasses.replace(_MACHINE, topology_reason=reason))
-        (text,) = _texts(report, NOTE)
-        self.assertStartsWith(text, "the topology is assumed to be 'fully_connected'")
+        machine = _machine(topology_reason="no nvidia-smi; pass topology= to say what joins them")
+        text = "note: the topology is assumed to be 'fully_connected'"
+        self.check(_report(machine=machine), text)
 
     def test_several_hosts(self):
-        hosts = Finding(OK, "host 0: status"), Finding(WRONG, "host 1: status", "a remedy")
+        hosts = Finding(OK, "host 0"), Finding(WRONG, "host 1", "a remedy")
         report = _report(tf_config=examination.TfConfig("{...}", hosts=hosts))
-        self.assertEqual(_texts(report, WRONG), ["host 1: status"])
-        self.assertIn("tfcdo.MultiWorkerMirroredStrategy(", examination.script_line(report))
+        self.check(report, "wrong: host 1 -> a", script=r"tfcdo.MultiWorkerMirroredStrategy\(")
 
 
 class TfConfigTest(absltest.TestCase):
     def examine(self, *addresses: str) -> tuple[Finding, ...]:
-        config = {
-            "cluster": {"worker": list(addresses)},
-            "task": {"type": "worker", "index": "0"},
-        }
+        task = {"type": "worker", "index": "0"}
+        config = {"cluster": {"worker": addresses}, "task": task}
         with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
             return examination.examine_tf_config().hosts
 
@@ -191,24 +152,18 @@ class TfConfigTest(absltest.TestCase):
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 own = f"127.0.0.1:{free.getsockname()[1]}"
-            unknown = "no-such-host.invalid:2222"
-            mine, listens, refuses, nobody = self.examine(own, there, refusing, unknown)
-        self.assertEqual([one.severity for one in (mine, listens, refuses)], [OK] * 3)
-        self.assertRegex(mine.text, r"^host 0 .*: this process's own; the port is free$")
-        self.assertRegex(listens.text, r"^host 1 .*: a worker listens there$")
-        self.assertIn("no worker listens there yet", refuses.text)
-        self.assertEqual(nobody.severity, WRONG)
+            *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
+            used, _ = self.examine(there, there.replace("127.0.0.1", "localhost"))
+        texts = ["this process's own; the port is free", "a worker listens there"]
+        texts += ["the machine answers; no worker listens there yet"]
+        for host, (found, text) in enumerate(zip(reached, texts, strict=True)):
+            self.assertEqual(found.severity, OK)
+            self.assertRegex(found.text, f"^host {host} .*: {text}$")
+        self.assertEqual((nobody.severity, used.severity), (WRONG, WRONG))
         self.assertRegex(nobody.text, "^host 3 .*: not reached: ")
         self.assertIn("firewalls", nobody.remedy)
-
-    def test_its_own_port_is_in_use(self):
-        with socket.create_server(("127.0.0.1", 0)) as listening:
-            (own, _) = self.examine(
-                f"127.0.0.1:{listening.getsockname()[1]}", f"localhost:{listening.getsockname()[1]}"
-            )
-        self.assertEqual(own.severity, WRONG)
-        self.assertIn("own port cannot be used", own.text)
-        self.assertIn("end the process that uses the port", own.remedy)
+        self.assertIn("own port cannot be used", used.text)
+        self.assertIn("end the process that uses the port", used.remedy)
 
     def test_not_set(self):
         with mock.patch.dict(os.environ, TF_CONFIG=""):

@@ -9,7 +9,6 @@ import os
 import pathlib
 import re
 import runpy
-import subprocess
 import sys
 import unittest
 from unittest import mock
@@ -22,41 +21,33 @@ from absl.testing import parameterized
 import tfcdo
 
 _EXAMPLE = pathlib.Path(__file__).absolute().parents[2] / "examples" / "backends.py"
-_CLUSTER = {"worker": ["localhost:1", "localhost:2"]}
 
 
 @functools.cache
-def losses_on(backend: str) -> list[float]:
-    """Runs the example in a process of its own, as a backend is chosen once."""
-    python = warm_python.executable() if backend == "tensorflow" else sys.executable
-    ran = subprocess.run(
-        [python, str(_EXAMPLE)],
-        env={
-            **os.environ,
-            "KERAS_BACKEND": backend,
-            "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-        },
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
-    found = re.search(rf"^{backend} on 4 devices: (.*)$", ran.stdout, re.MULTILINE)
-    assert found, ran.stdout + ran.stderr
-    return json.loads(found[1])
+def losses_of_one() -> list[float]:
+    """Runs the example on one device."""
+    with mock.patch.object(tfcdo.keras, "set_distribution"):
+        return runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
 
 
 class BackendsTest(tf.test.TestCase, parameterized.TestCase):
     def test_tensorflow(self):
-        with (
-            mock.patch.object(tfcdo.keras, "set_distribution"),
-            mock.patch.object(tfcdo, "configure_virtual_cpus"),
-        ):
-            expected = runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
-        self.assertAllClose(expected, losses_on("tensorflow"), 1e-5, 1e-5)
+        self.addCleanup(tf.distribute.experimental_set_strategy, None)
+        devices = "keras.src.distribution.distribution_lib.list_devices"
+        with mock.patch(devices, return_value=["cpu:0", "cpu:1"]):
+            losses = runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
+        self.assertEqual(2, tf.distribute.get_strategy().num_replicas_in_sync)
+        tf.distribute.experimental_set_strategy(None)
+        self.assertAllClose(losses_of_one(), losses, 1e-5, 1e-5)
 
     @unittest.skipUnless(importlib.util.find_spec("jax"), "needs JAX: pip install 'tfcdo[docs]'")
     def test_jax(self):
-        self.assertAllClose(losses_on("tensorflow"), losses_on("jax"), 1e-5, 1e-5)
+        variables = {"KERAS_BACKEND": "jax", "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        with mock.patch.dict(os.environ, variables):
+            ran = warm_python.run_cold(str(_EXAMPLE))
+        found = re.search(r"^jax on 4 devices: (.*)$", ran.stdout, re.MULTILINE)
+        assert found, ran.stdout + ran.stderr
+        self.assertAllClose(losses_of_one(), json.loads(found[1]), 1e-5, 1e-5)
 
 
 class SetDistributionTest(tf.test.TestCase, parameterized.TestCase):
@@ -84,15 +75,14 @@ class SetDistributionTest(tf.test.TestCase, parameterized.TestCase):
         parallel = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
         with self.assertRaisesRegex(TypeError, "distribution must be .*shard_optimizer_state"):
             tfcdo.keras.set_distribution(parallel)
-
-    def test_several_hosts_need_the_class(self):
-        data_parallel = keras.distribution.DataParallel(devices=["cpu:0"])
-        tf_config = {"cluster": _CLUSTER, "task": {"type": "worker", "index": 0}}
-        with (
-            mock.patch.dict(os.environ, TF_CONFIG=json.dumps(tf_config)),
-            self.assertRaisesRegex(ValueError, "must be the class keras.distribution.DataParallel"),
-        ):
-            tfcdo.keras.set_distribution(data_parallel)
+        # Several hosts need the class.
+        cluster = {"worker": ["localhost:1", "localhost:2"]}
+        config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
+        own = keras.distribution.DataParallel(devices=["cpu:0"])
+        message = "must be the class keras.distribution.DataParallel"
+        environment = mock.patch.dict(os.environ, TF_CONFIG=config)
+        with environment, self.assertRaisesRegex(ValueError, message):
+            tfcdo.keras.set_distribution(own)
 
 
 if __name__ == "__main__":

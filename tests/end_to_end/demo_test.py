@@ -5,6 +5,7 @@ import importlib
 import io
 import pathlib
 import sys
+from typing import Any
 from unittest import mock
 
 import keras
@@ -12,7 +13,6 @@ import numpy as np
 import tensorflow as tf
 import warm_python
 from absl.testing import absltest
-from sklearn import datasets
 
 import tfcdo
 from tfcdo.virtual_devices import configure_virtual_cpus
@@ -27,26 +27,23 @@ with mock.patch.object(sys, "path", [str(_DEMO.parent), *sys.path]):
 
 class DemoTest(absltest.TestCase):
     def test_training_passes_every_check(self):
-        result = warm_python.run(str(_DEMO), "--devices", "3")
+        result = warm_python.run(str(_DEMO), "--devices", "2")
         output = result.stdout + result.stderr
         rows = [[cell.strip() for cell in line.split("│")[1:-1]] for line in output.splitlines()]
         table = {row[0]: row[1:] for row in rows if row}
         self.assertEqual(result.returncode, 0, output)
-        self.assertNotIn("Traceback", output)
-        self.assertIn("Training on 3 virtual CPU devices with tfcdo.MirroredStrategy", output)
+        self.assertIn("Training on 2 virtual CPU devices with tfcdo.MirroredStrategy", output)
         equal = "bitwise equal"
-        self.assertEqual(table["Weights on 3 virtual CPU devices"], [equal, equal, "ok"])
-        accuracy, *judged = table["Accuracy on 360 test images"]
-        self.assertGreater(float(accuracy.rstrip("%")), 95)
-        self.assertEqual(judged, ["over 95%", "ok"])
+        self.assertEqual(table["Weights on 2 virtual CPU devices"], [equal, equal, "ok"])
+        self.assertEqual(table["Accuracy on 360 test images"][1:], ["over 95%", "ok"])
         difference, *_, verdict = table["Largest weight difference from one-device training"]
         self.assertLess(float(difference), 1e-5)
         self.assertEqual(verdict, "ok")
-        self.assertGreater(float(table["Clipping under TensorFlow's strategy"][0]), 1e-3)
         self.assertEqual(table["1 + 2 + 3 by tfcdo's copies"], ["6 6 6", "6 6 6", "ok"])
-        # What fails without tfcdo comes after the verdict, and is not one.
         self.assertNotIn("not ok", output)
+        # What fails without tfcdo comes after the verdict, and is not one.
         ours, _, others = output.partition("All checks passed.")
+        self.assertGreater(float(table["Clipping under TensorFlow's strategy"][0]), 1e-3)
         for shown in ("1 + 2 + 3 by TensorFlow's copies", "Clipping under TensorFlow's strategy"):
             self.assertNotIn(shown, ours)
             self.assertIn(shown, others)
@@ -65,13 +62,13 @@ class CheckTest(absltest.TestCase):
         self.assertEqual((check.wanted, check.passed), ("needs 8 epochs", None))
 
     def test_a_failed_check_fails_the_demo(self):
-        images, labels = datasets.load_digits(return_X_y=True)
-        with (
-            mock.patch.object(demo, "MAX_WEIGHT_DIFFERENCE", -1.0),
-            # So few that the training is one step.
-            mock.patch.object(datasets, "load_digits", return_value=(images[:490], labels[:490])),
-            contextlib.redirect_stdout(io.StringIO()) as printed,
-        ):
+        def untrained(digits: Any, devices: int, epochs: int, strategy: Any, *_: Any) -> Any:
+            layers = [keras.layers.Input((8, 8, 1)), keras.layers.Flatten(), keras.layers.Dense(10)]
+            with strategy.scope():
+                return keras.Sequential(layers)
+
+        printed = self.enter_context(contextlib.redirect_stdout(io.StringIO()))
+        with mock.patch.object(demo, "train", untrained):
             self.assertEqual(demo.main(devices=2, epochs=1), 1)
         subject = "Largest weight difference from one-device training"
         self.assertIn(f"Not as wanted: {subject}\n", printed.getvalue())
@@ -87,18 +84,13 @@ class CheckTest(absltest.TestCase):
         alone.weights[1].assign([0.0, 0.5])
         copies = strategy.experimental_local_results(model.weights[0].value)
         copies[2].assign_add(tf.fill((2, 2), 1e-6))
-        check = demo.check_weights("w", model, alone)
-        self.assertEqual((check.result, check.passed), ("5.0e-01", False))
-        check = demo.check_replicas(strategy, model)
-        self.assertEqual((check.result, check.passed), ("2 different copies", False))
-
-    def test_sums_that_are_wrong(self):
-        one_left_out = tfcdo.ReductionToOneDevice(
-            accumulation_fn=lambda values: tf.add_n(values[1:])
-        )
-        check = demo.check_sum("sum", _DEVICES, one_left_out)
-        self.assertEqual((check.result, check.wanted), ("5 5 5", "6 6 6"))
-        self.assertFalse(check.passed)
+        one_left_out = tfcdo.ReductionToOneDevice(None, lambda values: tf.add_n(values[1:]))
+        for check, result in (
+            (demo.check_weights("w", model, alone), "5.0e-01"),
+            (demo.check_replicas(strategy, model), "2 different copies"),
+            (demo.check_sum("sum", _DEVICES, one_left_out), "5 5 5"),
+        ):
+            self.assertEqual((check.result, check.passed), (result, False))
 
 
 if __name__ == "__main__":

@@ -30,8 +30,8 @@ def _one() -> tf.distribute.Strategy:
 
 
 @functools.cache
-def _three() -> tf.distribute.Strategy:
-    return tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
+def _two() -> tf.distribute.Strategy:
+    return tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1"])
 
 
 @functools.cache
@@ -41,63 +41,45 @@ def _load(name: str) -> Any:
 
 class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     def test_there_are_no_others(self):
-        names = {path.stem for path in _EXAMPLES.glob("*.py")}
-        tested = {"keras_fit", "embeddings", "accumulate_and_clip", "contrastive"}
-        others = {
-            "mixed_precision",
-            "own_loop",
-            "migrate_gpu",
-            "own_algorithm",
-            "multi_worker",
-            "ray_train",
-            "backends",
-            "demo",
-        }
-        self.assertEqual(names, tested | others)
+        tested = {"keras_fit", "embeddings", "accumulate_and_clip", "contrastive", "own_loop"}
+        tested |= {"mixed_precision", "migrate_gpu", "own_algorithm", "multi_worker"}
+        elsewhere = {"ray_train", "backends", "demo"}
+        self.assertEqual(tested | elsewhere, {path.stem for path in _EXAMPLES.glob("*.py")})
 
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip", "contrastive")
     def test_keras_trains_as_on_one_device(self, name):
         example = _load(name)
-        model, expected_model = example.train(_three()), example.train(_one())
+        model, expected_model = example.train(_two()), example.train(_one())
         for own, expected in zip(model.weights, expected_model.weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
-        if name == "embeddings":
-            self.check_that_they_learn(model, example.make_data())
+        if name == "embeddings":  # They learn more than the best constant.
+            words, labels = (np.concatenate(parts) for parts in zip(*example.make_data()))
+            constant = np.full([len(labels), 1], labels.mean())
+            best = model.loss(labels[:, None], np.log(constant / (1 - constant)))
+            self.assertLess(model.loss(labels[:, None], model(words)), best / 2)
         elif name == "accumulate_and_clip":
             updates = 2 * 16 // example.STEPS_PER_UPDATE
             self.assertEqual(int(model.optimizer.iterations), updates)
 
-    def check_that_they_learn(self, model, data):
-        words, labels = (np.concatenate(parts) for parts in zip(*data, strict=True))
-        share = labels.mean()
-        constant = -share * np.log(share) - (1 - share) * np.log(1 - share)
-        loss = model.loss(labels[:, None], model(words))
-        self.assertLess(loss, constant / 2)
-
     def test_mixed_precision(self):
         train = _load("mixed_precision").train
-        (model, loss), (_, expected) = train(_three()), train(_one())
+        (model, loss), (_, expected) = train(_two()), train(_one())
         self.assertEqual(model.layers[0].compute_dtype, "float16")
         # float16 has three digits.
         self.assertAllClose(expected, loss, rtol=0.03)
 
     def test_own_loop(self):
         example = _load("own_loop")
-        slopes, height = example.train(_three())
+        slopes, height = example.train(_two())
         # The plane that the targets are on.
         self.assertAllClose([[1], [-2], [0.5]], slopes, atol=0.05)
         self.assertAllClose(3, height, atol=0.05)
-        for own, expected in zip((slopes, height), example.train(_one()), strict=True):
-            self.assertAllClose(expected, own, rtol=1e-5)
 
     def test_migration(self):
         example = _load("migrate_gpu")
-        devices = ["/cpu:0", "/cpu:1", "/cpu:2"]
-        one, before, after = (
-            example.train_before(devices[:1]),
-            example.train_before(devices),
-            example.train_after(devices),
-        )
+        devices = ["/cpu:0", "/cpu:1"]
+        one, before = example.train_before(devices[:1]), example.train_before(devices)
+        after = example.train_after(devices)
         for expected, own in zip(one.get_weights(), after.get_weights(), strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5)
         # Why one should: each replica clips before the sum.
@@ -109,8 +91,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertLess(2 * example.milliseconds(trees, 10**8), example.milliseconds("ring", 10**8))
         for total in example.all_reduce(trees, tu.ALL_DEVICES):
             self.assertAllEqual(np.arange(100) * sum(range(8)), total)
-        printed = io.StringIO()
-        with contextlib.redirect_stdout(printed):
+        with contextlib.redirect_stdout(io.StringIO()) as printed:
             example.main()
         self.assertIn("on each device: {2772.0}", printed.getvalue())
 
@@ -118,13 +99,13 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         """As docs/several-hosts.md says."""
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         done = warm_python.run(
-            *("-m", "tfcdo.cli.main", "launch", "--workers", "2", "--devices-per-worker", "2"),
+            *("-m", "tfcdo.cli.main", "launch", "--workers", "2", "--devices-per-worker", "1"),
             *(str(_EXAMPLES / "multi_worker.py"), "--epochs", "2", "--folder", str(folder)),
         )
         self.assertEqual(done.returncode, 0, done.stderr)
         # One worker speaks for all, and nobody else has written to the folder.
         self.assertEqual(set(re.findall(r"^worker \d", done.stdout, re.MULTILINE)), {"worker 0"})
-        self.assertIn("Training on 4 replicas", done.stdout)
+        self.assertIn("Training on 2 replicas", done.stdout)
         self.assertIn("Epoch 2/2", done.stdout)
         self.assertEqual([path.name for path in folder.iterdir()], ["model.keras"])
         accuracy = float(re.findall(r"accuracy ([\d.]+)$", done.stdout, re.MULTILINE)[-1])

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import itertools
 import unittest
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -158,23 +158,6 @@ class NcclTest(GpuTest):
             results, last = step()
             self.assertAllEqual(np.full([count, 5], total), results)
             self.assertAllEqual(np.full([5], 100 * total), last)
-
-    @parameterized.parameters(False, True)
-    def test_gradient(self, traced):
-        ops = tfcdo.NcclAllReduce(require_nccl=True)
-
-        def gradients(own: Sequence[tf.Tensor]) -> Any:
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                value = tu.per_replica(own, cards())
-                results = ops.reduce(MEAN, value, value).values
-                loss = tf.add_n([tf.reduce_sum((1.0 + i) * y) for i, y in enumerate(results)])
-            return tape.gradient(loss, own)
-
-        step: Callable[..., Any] = tf.function(gradients, autograph=False) if traced else gradients
-        count = len(CARDS)
-        for gradient in step([tf.fill([3], float(rank)) for rank in range(count)]):
-            self.assertAllClose([(1 + count) / 2] * 3, gradient)
 
     def test_a_thousand_steps(self):
         ops = tfcdo.NcclAllReduce(2, require_nccl=True)

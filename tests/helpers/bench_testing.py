@@ -7,12 +7,11 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
-from typing import Any
 
 import tensorflow as tf
 import testing_utils as tu
 
-from tfcdo import tf_internals, virtual_devices
+from tfcdo import virtual_devices
 from tfcdo.bench import measure, results, workloads
 
 virtual_devices.configure_virtual_cpus(8)
@@ -48,20 +47,6 @@ def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> resu
     )
 
 
-class ForgetsTheLastDevice(tf.distribute.CrossDeviceOps):
-    """Sums all values but the last device's."""
-
-    def batch_reduce(
-        self, reduce_op: Any, value_destination_pairs: Any, options: Any = None
-    ) -> Any:
-        del reduce_op, options
-        return [broadcast(tf.add_n(value.values[:-1])) for value, _ in value_destination_pairs]
-
-
-def broadcast(total: tf.Tensor, count: int = 3) -> Any:
-    """Copies a sum to the first devices, as a reduction would."""
-    copies = []
-    for rank in range(count):
-        with tf.device(f"CPU:{rank}"):
-            copies.append(tf.identity(total))
-    return tf_internals.mirrored(copies)
+def forgets_the_last_device() -> tf.distribute.CrossDeviceOps:
+    """Makes ops that sum all values but the last device's."""
+    return tf.distribute.ReductionToOneDevice(None, lambda values: tf.add_n(values[:-1]))
