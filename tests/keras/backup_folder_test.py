@@ -78,8 +78,8 @@ class BackupFolderTest(parameterized.TestCase):
         path = folder.file((0, 2))
         whole = path.read_bytes()
         drawn = random.Random(5)
-        damages = [whole[:length] for length in range(0, len(whole), 7)]
-        for position in drawn.sample(range(8 * len(whole)), 1500):
+        damages = [whole[:length] for length in range(0, len(whole), 29)]
+        for position in drawn.sample(range(8 * len(whole)), 300):
             flipped = bytearray(whole)
             flipped[position // 8] ^= 1 << position % 8
             damages.append(bytes(flipped))
@@ -97,7 +97,7 @@ class BackupFolderTest(parameterized.TestCase):
             if backup.position == (0, 1):
                 self.assertIn(f"{path} cannot be read", warn.call_args.args[0])
         # Some bits, such as times in the archive, have no meaning.
-        self.assertGreater(positions[0, 1], 1000)
+        self.assertGreater(positions[0, 1], len(damages) // 2)
 
     def test_a_half_written_one_is_not_seen_and_removed(self):
         folder = self.write((0, 1))
