@@ -97,47 +97,6 @@ class AllReduceTest(StrategyTestCase):
                 self.assert_replicas(tu.oracle(reduce_op, arrays), own, count)
                 self.assertEqual(tu.result_dtype(reduce_op, dtype), strategy_results(own)[0].dtype)
 
-    def test_gradient_of_all_reduce(self):
-        count = 3
-        ops, strategy = made(tfcdo.ReductionToOneDevice, count)
-        own = [[tu.numbers((3,), tf.float32, 10 * k + r) for r in range(count)] for k in (0, 1)]
-        weights = [[tu.numbers((3,), tf.float32, 50 + r) for r in range(count)] for _ in (0, 1)]
-
-        def gradients(xs, ws, reduce_op):
-            with tf.GradientTape() as tape:
-                tape.watch(xs)
-                # Squares, so that what goes backward depends on the sums.
-                ys = context().all_reduce(reduce_op, [xs[0] * 1.0, {"b": xs[1]}])
-                loss = tf.reduce_sum(ws[0] * ys[0] ** 2) + tf.reduce_sum(ws[1] * ys[1]["b"])
-            return tape.gradient(loss, xs)
-
-        def run(xs, ws):
-            return [strategy.run(gradients, args=(xs, ws, reduce_op)) for reduce_op in (SUM, MEAN)]
-
-        with self.used(ops):
-            results = tf.function(run)(
-                [tu.per_replica(x) for x in own], [tu.per_replica(w) for w in weights]
-            )
-        for (first, second), divisor in zip(results, (1, count), strict=True):
-            y = tu.oracle(SUM, own[0]) / divisor
-            # One y on all replicas, each of whose losses weighs it differently.
-            self.assert_replicas(2 * y * tu.oracle(SUM, weights[0]) / divisor, first, count)
-            self.assert_replicas(tu.oracle(SUM, weights[1]) / divisor, second, count)
-
-    def test_values_that_are_all_on_one_device(self):
-        count = 3
-        ops, strategy = made(tfcdo.ReductionToOneDevice, count)
-        own = [tu.numbers((3,), tf.float32, rank) for rank in range(count)]
-        # Nothing puts what such a function makes on the replicas' devices.
-        value = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(own[context.replica_id_in_sync_group])
-        )
-        with self.used(ops):
-            (result,) = strategy.extended.batch_reduce_to(SUM, [(value, value)])
-            self.assert_replicas(tu.oracle(SUM, own), result, count)
-            result = strategy.run(lambda own: context().all_reduce(MEAN, own), args=(value,))
-            self.assert_replicas(tu.oracle(MEAN, own), result, count)
-
     def test_compiled_replica_function(self):
         # On CPUs the strategy compiles all replicas, and what `ops` adds between them, together.
         count = 3

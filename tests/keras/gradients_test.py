@@ -78,32 +78,30 @@ class UnlikeKindsTest(TrainingTestCase):
             self.assert_bitwise_equal([copy.read_value() for copy in other.value.values])
         self.assertNotAllClose(np.ones_like(_TABLE), expected[0])
 
-    def test_rows_on_some_replicas_only(self):
-        """A replica without a gradient adds no rows: SGD adds the rows of the others."""
-        strategy = strategy_of(3)
-        with strategy.scope():
-            variable = keras.Variable(np.zeros_like(_TABLE))
-            optimizer = ko.SGD(1.0)
-        kinds = (nothing, rows, rows)
-
-        def on_replica() -> None:
-            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-            optimizer.apply([kinds[int(replica)](int(replica))], [variable])
-
-        strategy.run(on_replica)
-        for component in variable.value.values:
-            self.assertAllClose(-total(kinds), component)
-
-    @parameterized.parameters((False, tfcdo.ReductionToOneDevice), (True, None))
-    def test_a_shared_one_counts_once_for_each_replica(self, of_rows, ops):
+    # A replica without a gradient adds no rows. A shared one counts once for each replica.
+    @parameterized.parameters(
+        ((nothing, rows, rows), None),
+        ((rows,) * 3, None),
+        ((table,) * 3, tfcdo.ReductionToOneDevice),
+    )
+    def test_sums(self, kinds, ops):
         strategy = strategy_of(3, ops and ops())
         with strategy.scope():
             variable = keras.Variable(np.zeros_like(_TABLE))
             optimizer = ko.SGD(1.0)
             optimizer.build([variable])
-        shared = rows(1) if of_rows else table(0)
-        strategy.run(lambda: optimizer.apply([shared], [variable]))
-        self.assertAllClose(-3 * tf.convert_to_tensor(shared), variable)
+        shared, expected = kinds[0](1), -total(kinds)
+        if shared is not None:
+            expected = -3 * tf.convert_to_tensor(shared)
+
+        def on_replica() -> None:
+            replica = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            gradient = kinds[replica](replica) if shared is None else shared
+            optimizer.apply([gradient], [variable])
+
+        strategy.run(on_replica)
+        for component in variable.value.values:
+            self.assertAllClose(expected, component)
 
     def test_no_replica_has_one(self):
         strategy = strategy_of(2)
@@ -162,7 +160,7 @@ def float8_layers() -> list[Any]:
 
 
 class Float8Test(TrainingTestCase):
-    @parameterized.parameters((False, None), (True, 2))
+    @parameterized.parameters((False, 2), (True, None))
     def test_as_on_one_device(self, sharded, accumulation):
         def make() -> Any:
             inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)

@@ -132,9 +132,10 @@ def chosen_cases() -> list[Case]:
         for name in ("seed", "settings", "examples", "batch", "learning_rate"):
             del values[name]
         pairs[case.seed] = set(itertools.combinations(sorted(values.items(), key=str), 2))
-        # Each replica's functions are traced. One replica alone runs few lines that are tfcdo's.
-        traces = case.replicas * (1 + 0.5 * case.evaluates + case.jit)
-        costs[case.seed] = traces + (8 if case.replicas == 1 else 2)
+        # What is traced for each replica. One replica alone runs few lines that are tfcdo's.
+        more = "gradient_accumulation_steps" in case.settings, "recurrent" in case.model
+        traces = 1 + sum(more, case.evaluates) / 2 + case.scaled / 3 + case.predicts / 3 + case.jit
+        costs[case.seed] = case.replicas * traces + (8 if case.replicas == 1 else 1)
     seeds: list[int] = []
     while len(seeds) < EXAMPLES:
         seeds.append(max(pairs, key=lambda seed: len(pairs[seed]) / costs[seed]))
@@ -195,7 +196,7 @@ def _normalized(case: Case, x: keras.KerasTensor) -> keras.KerasTensor:
     return x
 
 
-def _model(case: Case) -> keras.Model:
+def _model(case: Case, run_eagerly: bool) -> keras.Model:
     """Makes and compiles a model; called in a strategy's scope."""
     keras.utils.set_random_seed(case.seed)
     inputs, x = _layers(case)
@@ -219,8 +220,8 @@ def _model(case: Case) -> keras.Model:
         optimizer,
         losses if case.outputs > 1 else losses[0],
         metrics=["mae"] if case.outputs == 1 else None,
-        run_eagerly=case.eager,
-        jit_compile=case.jit,
+        run_eagerly=run_eagerly,
+        jit_compile=case.jit and not run_eagerly,
         steps_per_execution=case.steps_per_execution,
     )
     if case.optimizer == "ScheduleFreeAdamW":
@@ -276,8 +277,10 @@ def trained(case: Case, replicas: int) -> dict[str, list[np.ndarray]]:
             shard_optimizer_state=case.sharded,
             synchronize_batch_norm=case.normalization == "by_strategy",
         )
+    # One device is quicker eagerly, but Keras reports losses of several outputs otherwise then.
+    run_eagerly = case.eager or (not replicas and case.outputs == 1)
     with strategy.scope():
-        model = _model(case)
+        model = _model(case, run_eagerly)
     inputs, targets, weights = _data(case)
     validation = (inputs, targets) if weights is None else (inputs, targets, weights)
     options: dict[str, Any] = {"batch_size": case.batch, "sample_weight": weights, "verbose": 0}

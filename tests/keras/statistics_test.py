@@ -7,27 +7,17 @@ import pathlib
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import TrainingTestCase
+from keras_training import TrainingTestCase, model_of, strategy_of
 
 import tfcdo
 from tfcdo.training import statistics
 
 
-def model_with_statistics() -> keras.Model:
-    keras.utils.set_random_seed(1)
+def layers_with_statistics() -> list[keras.Layer]:
     frozen = keras.layers.Dense(3, trainable=False)
-    model = keras.Sequential(
-        [
-            keras.layers.Input((2,)),
-            frozen,
-            keras.layers.BatchNormalization(momentum=0.5),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
-    return model
+    normalization = keras.layers.BatchNormalization(momentum=0.5)
+    return [keras.layers.Input((2,)), frozen, normalization, keras.layers.Dense(1)]
 
 
 def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
@@ -37,7 +27,7 @@ def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
 
 def trained(strategy: tf.distribute.Strategy) -> keras.Model:
     with strategy.scope():
-        model = model_with_statistics()
+        model = model_of(layers_with_statistics, "sgd")
     model.fit(*data(), 6, verbose=0, shuffle=False)
     return model
 
@@ -52,7 +42,7 @@ def by_replica(model: keras.Model) -> list[list[np.ndarray]]:
 class StatisticsTest(TrainingTestCase):
     def test_read_used_saved_and_loaded_agree(self):
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
-        model = trained(tfcdo.MirroredStrategy(tu.device_names(3)))
+        model = trained(strategy_of(3))
         means = [np.mean(own, 0, np.float64) for own in by_replica(model)]
         for own, mean, read in zip(
             by_replica(model), means, model.layers[1].get_weights()[2:], strict=True
@@ -64,7 +54,7 @@ class StatisticsTest(TrainingTestCase):
             self.assert_bitwise_equal([tf.constant(copy) for copy in own])
             self.assertAllClose(mean, own[0], rtol=1e-6)
         # What is equal stays as it is, to the last bit: here, the frozen layer.
-        first = model_with_statistics().layers[0].get_weights()[0]
+        first = model_of(layers_with_statistics, "sgd").layers[0].get_weights()[0]
         self.assertAllEqual(first, model.layers[0].get_weights()[0])
         model.save(path)
         loaded = keras.models.load_model(path)
@@ -78,7 +68,7 @@ class StatisticsTest(TrainingTestCase):
 
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
-        strategy = tfcdo.MirroredStrategy(tu.device_names(7))
+        strategy = strategy_of(7)
         with strategy.scope():
             model = keras.Sequential([keras.Input((50,)), keras.layers.BatchNormalization()])
         model.run_eagerly = True
@@ -92,8 +82,8 @@ class StatisticsTest(TrainingTestCase):
 
     @parameterized.parameters("evaluate", "predict")
     def test_each_method(self, method):
-        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
-            model = model_with_statistics()
+        with strategy_of(2).scope():
+            model = model_of(layers_with_statistics, "sgd")
         given = data(6) if method == "evaluate" else data(6)[:1]
         mean = model.layers[1].non_trainable_variables[0].value
         for turn in (1.0, 2.0):  # A function that has been made is not made again.
@@ -120,7 +110,7 @@ class WireTest(TrainingTestCase):
             return model.get_weights()
 
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
-        strategy = tfcdo.MirroredStrategy(tu.device_names(3), ops, synchronize_batch_norm=True)
+        strategy = strategy_of(3, ops, synchronize_batch_norm=True)
         gamma, beta, mean, variance = fitted(strategy)
         expected = fitted(tf.distribute.get_strategy())
         self.assertAllClose(expected[0], gamma, rtol=0.01)
