@@ -172,11 +172,12 @@ class ExactTest(BackupTestCase):
     @parameterized.parameters(
         ([3], 1, {"replicas": 2, "lossy": True}),
         ([7], 1, {"data": "finite"}),
+        ([10], 1, {"data": "counted"}),
         ([20], 1, {"data": "endless"}),
         ([5, 16], 3, {"at_once": 2}),
     )
     def test_ends_as_undisturbed(self, faults: list[int], save_freq: int, options: dict[str, Any]):
-        expected = {"data": "finite"} if options.get("data") == "endless" else options
+        expected = {"data": "finite"} if "data" in options else options
         for after in faults:
             self.interrupted(after, self.backup(save_freq=save_freq), **options)
         training = _Training(self.backup(save_freq=save_freq), **options)
@@ -217,15 +218,20 @@ class ReportTest(BackupTestCase):
         [line] = [line for line in logs.output if "resumed" in line]
         return line
 
-    def test_a_report_of_the_time_and_the_repeated_batches(self):
-        self.interrupted(11, self.backup(save_freq=3), exact=False)
+    @parameterized.parameters((11, "batch 2 (2 batches"), (12, "batch 5 (0 batches"))
+    def test_a_report_of_the_time_and_the_repeated_batches(self, after, told):
+        self.interrupted(after, self.backup(save_freq=3), exact=False)
         mark = self.folder / "progress"
         now = time.time()
         os.utime(mark, (now - 7.0, now - 7.0))
         seconds, rest = re.split(r"resumed after ([\d.]+) s", self.resumed(save_freq=3))[1:]
         # As many as the test has taken since: the limit of a hang.
         self.assertBetween(float(seconds), 7.0, 7.0 + 300.0)
-        self.assertEqual(rest, " at epoch 1, batch 2 (2 batches repeated)")
+        self.assertEqual(rest, f" at epoch 1, {told} repeated)")
+
+    def test_several_steps_at_once_may_pass_the_batch_of_a_backup(self):
+        for batches, new, is_due in (4, 2, True), (3, 1, True), (5, 2, False):
+            self.assertEqual(backup._passes(backup._Progress(batches=batches), new, 3), is_due)
 
     @parameterized.parameters(
         (lambda mark: mark.unlink(), ""),

@@ -25,10 +25,10 @@ def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
     return inputs, inputs.sum(1, keepdims=True)
 
 
-def trained(strategy: tf.distribute.Strategy) -> keras.Model:
+def trained(strategy: tf.distribute.Strategy, examples: int = 24, batch: int = 6) -> keras.Model:
     with strategy.scope():
         model = model_of(layers_with_statistics, "sgd")
-    model.fit(*data(), 6, verbose=0, shuffle=False)
+    model.fit(*data(examples), batch, verbose=0, shuffle=False)
     return model
 
 
@@ -65,6 +65,10 @@ class StatisticsTest(TrainingTestCase):
         self.assertAllClose(
             history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
         )
+
+    def test_replicas_without_examples_take_the_others(self):
+        expected, model = (trained(strategy_of(count), 3, batch=1) for count in (1, 3))
+        self.assert_same_training(expected, model)
 
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
