@@ -23,49 +23,28 @@ from keras_training import (
 from tfcdo import log
 from tfcdo.keras import jit_compile
 
-_TOLERANCE = 3e-5
+_SGD = functools.partial(ko.SGD, 0.05)
 
 
-def _compiled(strategy: Any, layers: Any, optimizer: Any, jit: bool, **options: Any) -> Any:
+def _compiled(count: int, layers: Any, make: Any = _SGD, jit: bool = True, **options: Any) -> Any:
     keras.utils.set_random_seed(1)
-    with strategy.scope():
+    with strategy_of(count).scope():
         model = options.pop("model_class", keras.Sequential)(layers())
         metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-        model.compile(optimizer(), "mse", jit_compile=jit, **metrics, **options)
+        model.compile(make(), "mse", jit_compile=jit, **metrics, **options)
     return model
 
 
-def _fit(model: Any, data: Any) -> list[np.ndarray]:
-    """Trains and validates with all of the data; returns history, predictions and weights."""
-    inputs, targets = data
-    weights = np.linspace(0.5, 2, len(inputs), dtype=np.float32)
-    history = model.fit(
-        inputs,
-        targets,
-        12,
-        epochs=2,
-        sample_weight=weights,
-        validation_data=data,
-        shuffle=False,
-        verbose=0,
-    ).history
-    predicted = model.predict(inputs, 12, verbose=0)
-    return [np.array(list(history.values())), predicted, *model.get_weights()]
-
-
-def _results_of_training(model: Any) -> list[np.ndarray]:
-    """Trains an epoch; returns the history and the weights."""
-    data = tf.data.Dataset.from_tensor_slices(dense_data(24)).batch(12)
-    history = model.fit(data, verbose=0).history
+def _results_of_training(model: Any, data: Any = None, **options: Any) -> list[np.ndarray]:
+    """Trains an epoch with batches of 12; returns the history and the weights."""
+    data = tf.data.Dataset.from_tensor_slices(data or dense_data(24)).batch(12)
+    history = model.fit(data, verbose=0, **options).history
     return [np.array(list(history.values())), *model.get_weights()]
 
 
-def _accumulating() -> Any:
-    return ko.Adam(0.05, clipnorm=0.1, epsilon=1e-3, gradient_accumulation_steps=2)
-
-
 def _scaling() -> Any:
-    return ko.LossScaleOptimizer(ko.SGD(0.05), 16.0, dynamic_growth_steps=2)
+    inner = ko.Adam(0.05, clipnorm=0.1, epsilon=1e-3, gradient_accumulation_steps=2)
+    return ko.LossScaleOptimizer(inner, 16.0, dynamic_growth_steps=2)
 
 
 def _unknown_to_xla(inputs: tf.Tensor) -> tf.Tensor:
@@ -106,7 +85,7 @@ class JitTest(TrainingTestCase):
 
     def assert_close(self, expected: list[np.ndarray], actual: list[np.ndarray]) -> None:
         for one, other in zip(expected, actual, strict=True):
-            np.testing.assert_allclose(other, one, rtol=_TOLERANCE, atol=_TOLERANCE)
+            np.testing.assert_allclose(other, one, rtol=3e-5, atol=3e-5)
 
     def warned(self) -> str:
         return " ".join(str(call.args) for call in self.warnings.call_args_list)
@@ -120,35 +99,32 @@ class JitTest(TrainingTestCase):
         self.assertNotIn("jit_compile", self.warned())
 
     # The last batch has one example, which leaves a replica without any.
-    @parameterized.parameters(False, True)
-    def test_trains_as_one_device(self, words):
-        layers, data = (word_layers, word_data) if words else (dense_layers, dense_data)
-        optimizer = _scaling if words else _accumulating
-        steps = 2 if words else 1
-        model = _compiled(strategy_of(2), layers, optimizer, jit=True, steps_per_execution=steps)
-        results = _fit(model, data(25))
-        self.assertTrue(model.jit_compile)
+    def test_trains_as_one_device(self):
+        inputs, targets = word_data(25)
+        data = inputs, targets, np.linspace(0.5, 2, 25, dtype=np.float32)
+
+        def trained(count: int) -> list[np.ndarray]:
+            model = _compiled(count, word_layers, _scaling, count > 1, steps_per_execution=2)
+            self.assertEqual(model.jit_compile, count > 1)
+            valid = tf.data.Dataset.from_tensor_slices(data).batch(12)
+            results = _results_of_training(model, data, validation_data=valid, epochs=2)
+            return [*results, model.predict(inputs, 12, verbose=0)]
+
+        results = trained(2)
         self.assert_compiled("train_step", "test_step")
-        alone = _fit(_compiled(strategy_of(1), layers, optimizer, jit=False), data(25))
-        self.assert_close(alone, results)
+        self.assert_close(trained(1), results)
 
     def test_statistics_are_as_without_xla(self):
         def layers() -> list[Any]:
             return [*dense_layers(), keras.layers.BatchNormalization(), keras.layers.Dense(2)]
 
-        strategy, sgd = strategy_of(2), functools.partial(ko.SGD, 0.05)
-        self.assert_close(
-            *[_results_of_training(_compiled(strategy, layers, sgd, jit)) for jit in (False, True)]
-        )
+        models = (_compiled(2, layers, jit=jit) for jit in (False, True))
+        self.assert_close(*map(_results_of_training, models))
 
     def test_an_op_that_xla_does_not_know(self):
-        strategy, sgd = strategy_of(2), functools.partial(ko.SGD, 0.05)
-        model = _compiled(strategy, _with_string_op, sgd, jit=True)
+        model = _compiled(2, _with_string_op)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "unsupported operations.*AsSt"):
             model.fit(*dense_data(12), 12, verbose=0)
-        with strategy.scope():
-            model.compile(ko.SGD(0.05), "mse", jit_compile=False)
-        model.fit(*dense_data(12), 12, verbose=0)
 
     @parameterized.parameters(
         (ReadsAfterUpdate, "it uses a variable after its update"),
@@ -156,9 +132,8 @@ class JitTest(TrainingTestCase):
         (CompilesParts, None),
     )
     def test_own_train_step(self, model_class, reason):
-        sgd = functools.partial(ko.SGD, 0.05)
         models = (
-            _compiled(strategy_of(count), dense_layers, sgd, count > 1, model_class=model_class)
+            _compiled(count, dense_layers, jit=count > 1, model_class=model_class)
             for count in (1, 2)
         )
         self.assert_close(*map(_results_of_training, models))
@@ -170,7 +145,7 @@ class JitTest(TrainingTestCase):
 
     def test_a_layer_in_which_replicas_meet(self):
         layers = [*dense_layers(), keras.layers.BatchNormalization(synchronized=True)]
-        model = _compiled(strategy_of(2), lambda: layers, functools.partial(ko.SGD, 0.05), jit=True)
+        model = _compiled(2, lambda: layers)
         model.fit(*dense_data(12), 12, verbose=0)
         self.assertIn("its replicas meet in it", self.warned())
 

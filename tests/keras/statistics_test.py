@@ -7,27 +7,17 @@ import pathlib
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import TrainingTestCase
+from keras_training import TrainingTestCase, model_of, strategy_of
 
 import tfcdo
 from tfcdo.training import statistics
 
 
-def model_with_statistics() -> keras.Model:
-    keras.utils.set_random_seed(1)
+def layers_with_statistics() -> list[keras.Layer]:
     frozen = keras.layers.Dense(3, trainable=False)
-    model = keras.Sequential(
-        [
-            keras.layers.Input((2,)),
-            frozen,
-            keras.layers.BatchNormalization(momentum=0.5),
-            keras.layers.Dense(1),
-        ]
-    )
-    model.compile(keras.optimizers.SGD(0.05), "mse", run_eagerly=True)
-    return model
+    normalization = keras.layers.BatchNormalization(momentum=0.5)
+    return [keras.layers.Input((2,)), frozen, normalization, keras.layers.Dense(1)]
 
 
 def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
@@ -35,10 +25,10 @@ def data(examples: int = 24) -> tuple[np.ndarray, np.ndarray]:
     return inputs, inputs.sum(1, keepdims=True)
 
 
-def trained(strategy: tf.distribute.Strategy) -> keras.Model:
+def trained(strategy: tf.distribute.Strategy, examples: int = 24, batch: int = 6) -> keras.Model:
     with strategy.scope():
-        model = model_with_statistics()
-    model.fit(*data(), 6, verbose=0, shuffle=False)
+        model = model_of(layers_with_statistics, "sgd")
+    model.fit(*data(examples), batch, verbose=0, shuffle=False)
     return model
 
 
@@ -50,61 +40,54 @@ def by_replica(model: keras.Model) -> list[list[np.ndarray]]:
 
 
 class StatisticsTest(TrainingTestCase):
-    def test_what_is_read_is_the_mean(self):
-        model = trained(tfcdo.MirroredStrategy(tu.device_names(3)))
-        for own, read in zip(by_replica(model), model.layers[1].get_weights()[2:], strict=True):
-            self.assertNotAllClose(own[0], own[1])
-            self.assertAllClose(np.mean(own, 0, np.float64), read, rtol=1e-6)
-
-    def test_saved_used_and_loaded_agree(self):
+    def test_read_used_saved_and_loaded_agree(self):
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
-        model = trained(tfcdo.MirroredStrategy(tu.device_names(3)))
+        model = trained(strategy_of(3))
         means = [np.mean(own, 0, np.float64) for own in by_replica(model)]
+        for own, mean, read in zip(
+            by_replica(model), means, model.layers[1].get_weights()[2:], strict=True
+        ):
+            self.assertNotAllClose(own[0], own[1])
+            self.assertAllClose(mean, read, rtol=1e-6)
         inside = model.evaluate(*data(), 6, verbose=0)
         for mean, own in zip(means, by_replica(model), strict=True):
             self.assert_bitwise_equal([tf.constant(copy) for copy in own])
             self.assertAllClose(mean, own[0], rtol=1e-6)
         # What is equal stays as it is, to the last bit: here, the frozen layer.
-        first = model_with_statistics().layers[0].get_weights()[0]
+        first = model_of(layers_with_statistics, "sgd").layers[0].get_weights()[0]
         self.assertAllEqual(first, model.layers[0].get_weights()[0])
         model.save(path)
         loaded = keras.models.load_model(path)
         self.assertAllClose(inside, loaded.evaluate(*data(), 6, verbose=0), rtol=1e-6)
-
-    def test_validation_within_fit_uses_them_too(self):
-        strategy = tfcdo.MirroredStrategy(tu.device_names(3))
-        with strategy.scope():
-            model = model_with_statistics()
-        history = model.fit(
-            *data(),
-            6,
-            verbose=0,
-            shuffle=False,
-            validation_data=data(12),
-            validation_batch_size=6,
-        ).history
+        # Validation within `fit` uses them too.
+        options = {"verbose": 0, "shuffle": False, "validation_data": data(12)}
+        history = model.fit(*data(), 6, validation_batch_size=6, **options).history
         self.assertAllClose(
             history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
         )
 
+    def test_replicas_without_examples_take_the_others(self):
+        expected, model = (trained(strategy_of(count), 3, batch=1) for count in (1, 3))
+        self.assert_same_training(expected, model)
+
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
-        strategy = tfcdo.MirroredStrategy(tu.device_names(7))
+        strategy = strategy_of(7)
         with strategy.scope():
-            model = keras.Sequential([keras.layers.Input((40,)), keras.layers.Dense(50)])
-            model.add(keras.layers.BatchNormalization())
+            model = keras.Sequential([keras.Input((50,)), keras.layers.BatchNormalization()])
+        model.run_eagerly = True
         frozen = model.layers[-1].non_trainable_variables[0]
         expected = np.random.default_rng(0).normal(size=50).astype(np.float32)
         frozen.assign(expected)
         self.assertAllEqual(expected, frozen)
-        model.predict(np.zeros([7, 40]), verbose=0)
+        model.predict(np.zeros([7, 50]), verbose=0)
         for copy in strategy.experimental_local_results(frozen.value):
             self.assertAllEqual(expected, copy)
 
     @parameterized.parameters("evaluate", "predict")
     def test_each_method(self, method):
-        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
-            model = model_with_statistics()
+        with strategy_of(2).scope():
+            model = model_of(layers_with_statistics, "sgd")
         given = data(6) if method == "evaluate" else data(6)[:1]
         mean = model.layers[1].non_trainable_variables[0].value
         for turn in (1.0, 2.0):  # A function that has been made is not made again.
@@ -113,11 +96,6 @@ class StatisticsTest(TrainingTestCase):
             getattr(model, method)(*given, verbose=0)
             for copy in mean.values:
                 self.assertAllEqual([turn + 0.5, 2.0, 2.0], copy)
-
-    def test_one_replica(self):
-        expected = trained(tf.distribute.get_strategy())
-        model = trained(tfcdo.MirroredStrategy(tu.device_names(1)))
-        self.assert_same_training(expected, model)
 
 
 class WireTest(TrainingTestCase):
@@ -130,13 +108,13 @@ class WireTest(TrainingTestCase):
             with strategy.scope():
                 normalization = keras.layers.BatchNormalization(momentum=0.5)
                 model = keras.Sequential([keras.layers.Input((4,)), normalization])
-                model.compile("sgd", "mse")
+                model.compile("sgd", "mse", run_eagerly=True)
             model.fit(inputs, inputs, 6, verbose=0, shuffle=False)
             # Keras computes E(x^2) - E(x)^2 in float32, which rounds the variance to about 1e-5.
             return model.get_weights()
 
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
-        strategy = tfcdo.MirroredStrategy(tu.device_names(3), ops, synchronize_batch_norm=True)
+        strategy = strategy_of(3, ops, synchronize_batch_norm=True)
         gamma, beta, mean, variance = fitted(strategy)
         expected = fitted(tf.distribute.get_strategy())
         self.assertAllClose(expected[0], gamma, rtol=0.01)
