@@ -59,7 +59,7 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
     def test_only_steps_that_ran_are_counted(self):
         """Not the one that finds no data, at the end of an epoch of unknown length."""
         signature = (tf.TensorSpec([_BATCH, 1], tf.int64), tf.TensorSpec([_BATCH, 1]))
-        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+        with strategy_of(2).scope():
             model = _mean_embedding()
             model.compile("adam", "mse")
         data = tf.data.Dataset.from_generator(_batches, output_signature=signature)

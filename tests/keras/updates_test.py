@@ -221,6 +221,29 @@ class OwnLoopTest(TrainingTestCase):
             for component in keras_internals.value_of(own).values:
                 self.assertAllClose(other, component, rtol=1e-6)
 
+    @parameterized.parameters(1, 2)
+    def test_what_a_build_assigns_is_not_assigned_at_each_step(self, count):
+        """Such as `ScheduleFreeAdamW`, whose momentum begins as a copy of the weights."""
+
+        class FromFirst(ko.SGD):
+            def build(self, variables: Any) -> None:
+                super().build(variables)
+                self.first = self.add_optimizer_variables(variables, "first")
+                for first, variable in zip(self.first, variables, strict=True):
+                    self.assign(first, keras.ops.copy(variable))
+
+        with tfcdo.MirroredStrategy(tu.device_names(count)).scope() as strategy:
+            variable, optimizer = keras.Variable([3.0]), FromFirst(1.0)
+
+        @tf.function
+        def step() -> None:
+            strategy.run(lambda: optimizer.apply([tf.ones([1])], [variable]))
+
+        step()
+        step()
+        self.assertAllEqual([3.0 - 2 * count], variable)
+        self.assertAllEqual([3.0], optimizer.first[0])
+
     def test_replicas_meet_once_for_gradients(self):
         strategy = strategy_of(2)
         with strategy.scope():
