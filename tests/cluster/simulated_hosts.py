@@ -119,6 +119,16 @@ class Process:
         self.phase = "starts"
         self.launcher: Launcher
 
+    @property
+    def phase(self) -> str:
+        """What the process does, and with it its host."""
+        return self._phase
+
+    @phase.setter
+    def phase(self, phase: str) -> None:
+        self._phase = phase
+        self.world.note_state()
+
     # Processes.
 
     def main(self) -> Run:

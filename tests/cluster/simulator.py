@@ -151,6 +151,7 @@ class World:
         self.bug = None
         if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
             self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
+        self.states: set[tuple[str, ...]] = set()  # Of all hosts.
         self.memberships: dict[str, list[Process]] = {}
         self._faults = draw_faults(draw)
         self.disk = Folder()
@@ -322,6 +323,9 @@ class World:
             process.frozen.clear()
 
     # Invariants.
+
+    def note_state(self) -> None:
+        self.states.add(tuple(p.phase for p in self.workers.values() if p.job == self.job))
 
     def saved(self, process: Process, name: tuple[int, int]) -> State:
         return State(name[1], process.state.runs[: name[1]])
@@ -548,10 +552,16 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     events = 0
+    states: set[tuple[str, ...]] = set()
     for number, world in enumerate(schedules(arguments.seed, arguments.schedules), 1):
         events += world.events
+        states |= world.states
         if number % 10_000 == 0 or number == arguments.schedules:
-            print(f"{number:,} schedules, {events:,} events: all invariants hold", flush=True)
+            print(
+                f"{number:,} schedules, {events:,} events, {len(states):,} states of hosts: "
+                "all invariants hold",
+                flush=True,
+            )
     return 0
 
 
