@@ -142,6 +142,24 @@ class LossesTest(TrainingTestCase):
         model.fit(inputs, targets, 12, shuffle=False, verbose=0)
         self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
 
+    @parameterized.parameters(True, False)
+    def test_no_layer_sees_an_empty_part(self, run_eagerly):
+        """Kernels of some devices fail on nothing, or give it another shape."""
+
+        class NeedsRows(keras.layers.Layer):
+            def call(self, inputs: tf.Tensor) -> tf.Tensor:
+                rows = tf.debugging.assert_positive(tf.shape(inputs)[:1], "no rows")
+                with tf.control_dependencies([rows] if rows is not None else []):
+                    return tf.identity(inputs)
+
+        with strategy_of(3).scope():
+            layers = [keras.Input([4]), NeedsRows(), keras.layers.Dense(2)]
+            model = model_of(lambda: layers, "sgd", run_eagerly=run_eagerly)
+        inputs, targets = dense_data(13)
+        model.fit(inputs, targets, 12, shuffle=False, verbose=0)
+        model.evaluate(inputs, targets, 12, verbose=0)
+        self.assertLen(model.predict(inputs, 12, verbose=0), 13)
+
     def test_an_own_loop_refuses_an_empty_part(self):
         strategy = strategy_of(3)
         with strategy.scope():
