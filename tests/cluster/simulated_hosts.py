@@ -440,7 +440,7 @@ class Process:
         self.run = self.membership
         if self.host == 0:
             yield from self.operate(rules.take_folder(), world.disk, (0, 0))
-            world.owner = self.run
+            world.takers.add(self.run)
         yield from self.collective(_GATHER, None)  # The chief has taken the folder.
         yield world.delay(0.1)
         # A host's file system may not be up to date.

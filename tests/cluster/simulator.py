@@ -155,7 +155,7 @@ class World:
         self.memberships: dict[str, list[Process]] = {}
         self._faults = draw_faults(draw)
         self.disk = Folder()
-        self.owner = ""
+        self.takers: set[str] = set()  # The runs that have taken the folder, in whole.
         self.clusters: dict[int, Cluster] = {}
         self.workers: dict[tuple[int, int], Process] = {}
         self.launchers: list[Launcher] = []
@@ -357,9 +357,8 @@ class World:
             raise BrokenError("a member lacks the chosen backup")
 
     def check_owner(self, process: Process) -> None:
-        if self.disk.owner != process.run:
-            if self.disk.writing and self.owner == process.run:
-                return  # The new owner has entered its name, and is about to remove files.
+        # A new owner that has entered its name, and not yet removed files, looks for backups later.
+        if self.disk.owner != process.run and self.disk.owner in self.takers:
             raise BrokenError("a backup of a run that has lost its folder becomes visible")
 
     def check_left(self, process: Process) -> None:
