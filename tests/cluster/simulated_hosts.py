@@ -427,9 +427,9 @@ class Process:
                 yield from self.set_once("failed", f"host {self.host} has come to its end")
                 for host in range(1, self.world.hosts) if self.host == 0 else ():
                     yield from self.get(f"left/{host}", 8.0)
-        except _GoneError:
+            self.has_left = error is None
+        except _GoneError:  # It cannot say that it leaves, so TensorFlow misses it.
             pass
-        self.has_left = error is None
 
     # Backups.
 

@@ -384,8 +384,11 @@ class World:
             return
         if result.blamed is None:
             return
-        killed = [p for p in launcher.processes if p.is_victim]
-        if killed and launcher.processes[result.blamed] not in killed:
+        blamed = launcher.processes[result.blamed]
+        # Later, the launcher kills those that are left.
+        until = blamed.ended_at + protocol.SETTLE_SECONDS + _GRACE
+        killed = [p for p in launcher.processes if p.is_victim and p.ended_at < until]
+        if killed and blamed not in killed:
             raise BrokenError("a survivor is blamed")
 
     def note_complete(self, process: Process) -> None:
