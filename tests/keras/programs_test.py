@@ -11,15 +11,16 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import random
 import types
 from typing import Any
 
+import hypothesis
 import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from hypothesis import strategies as st
 from keras_training import is_own_of_each
 
 import tfcdo
@@ -349,19 +350,29 @@ def _differences(case: Case) -> tuple[float, list[str]]:
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*range(_PARTS))
     def test_as_on_one_device(self, part):
-        if DRAWN_ANEW:
-            drawn = random.SystemRandom()
-            cases = [draw_case(drawn.getrandbits(32)) for _ in range(-(-EXAMPLES // _PARTS))]
-        else:
-            cases = chosen_cases()[part::_PARTS]
         differences = []
-        for case in cases:
-            with self.subTest(str(case)):
-                largest, found = compare_with_one_device(case)
-                self.assertEmpty(found)
-                differences.append(largest)
-        largest = max(differences, default=0.0)
-        print(f"The largest of {len(cases)} programs' differences from one device: {largest:.1e}")
+
+        @hypothesis.settings(
+            max_examples=-(-EXAMPLES // _PARTS),
+            deadline=None,
+            database=None,
+            # A smaller seed is no simpler program.
+            phases=[hypothesis.Phase.generate if DRAWN_ANEW else hypothesis.Phase.explicit],
+        )
+        @hypothesis.given(st.integers(part * 2**29, (part + 1) * 2**29 - 1))
+        def compare(seed: int) -> None:
+            case = draw_case(seed)
+            largest, found = compare_with_one_device(case)
+            self.assertEmpty(found, str(case))
+            differences.append(largest)
+
+        for case in () if DRAWN_ANEW else chosen_cases()[part::_PARTS]:
+            compare = hypothesis.example(case.seed)(compare)
+        compare()
+        print(
+            f"The largest of {len(differences)} programs' differences from one device: "
+            f"{max(differences):.1e}"
+        )
 
 
 if __name__ == "__main__":
