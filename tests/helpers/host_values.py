@@ -87,7 +87,7 @@ class _Case:
             for dtype in DTYPES
         }
         values["scalar"] = self.each(lambda r: np.float32(r + 1))
-        values["empty"] = self.each(lambda r: tf.zeros([0, 2]))
+        values["empty"] = self.each(lambda r: tf.constant(np.zeros([0, 2], np.float32)))
         # Numbers of 8 bits whose sums have more, so that a sum that is rounded is seen.
         wide = [tu.numbers((99,), tf.float32, r, 20_000) for r in range(self.replicas)]
         values["wide"] = [tf.cast(own, tf.bfloat16).numpy() for own in wide]

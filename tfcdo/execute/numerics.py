@@ -125,6 +125,9 @@ def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 def as_summed(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that `CollectiveReduceV2` adds, exactly."""
+    # An empty NumPy array has no memory, and then TensorFlow's collective ends the process.
+    if tensor.shape.num_elements() == 0:
+        tensor = tf.zeros(tensor.shape, tensor.dtype)
     if tensor.dtype in _SUMMED_BITS:
         return tf.bitcast(tensor, _SUMMED_BITS[tensor.dtype])
     return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
