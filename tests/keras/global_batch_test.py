@@ -20,9 +20,10 @@ PARTS = np.array([[[1], [2], [0]], [[0], [3], [0]], [[4], [5], [6]]], np.float32
 WEIGHTS = np.arange(1.0, 10.0, dtype=np.float32)[:, None]
 
 
-def rows_and_gradient(select: Callable[[tf.Tensor], tf.Tensor]) -> Any:
+def rows_and_gradient(select: Callable[[tf.Tensor], tf.Tensor], own: Any = None) -> Any:
     """Returns, on a replica, the rows of all, and the gradient of their weighted sum."""
-    own = tf.gather(PARTS, tf.distribute.get_replica_context().replica_id_in_sync_group)
+    if own is None:
+        own = tf.gather(PARTS, tf.distribute.get_replica_context().replica_id_in_sync_group)
     with tf.GradientTape() as tape:
         tape.watch(own)
         rows = tfcdo.keras.global_batch(select(own))
@@ -35,12 +36,16 @@ def chosen(own: tf.Tensor) -> tf.Tensor:
 
 
 class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.product(select=[tf.identity, chosen], eager=[True, False])
-    def test_rows_of_a_step_without_a_batch(self, select, eager):
+    @parameterized.product(
+        select=[tf.identity, chosen], eager=[True, False], has_batch=[True, False]
+    )
+    def test_rows_of_all(self, select, eager, has_batch):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+        data = tf.data.Dataset.from_tensors(np.concatenate(PARTS))
+        [batch] = strategy.experimental_distribute_dataset(data)
 
         def step() -> Any:
-            return strategy.run(rows_and_gradient, args=(select,))
+            return strategy.run(rows_and_gradient, args=(select, batch if has_batch else None))
 
         rows, gradients = (step if eager else tf.function(step))()
         of_all = np.concatenate(PARTS)

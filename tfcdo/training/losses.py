@@ -124,7 +124,8 @@ def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
     value = tf.convert_to_tensor(value)
     if here.can_be_empty:  # A stand-in is not sent.
         value = here.without_stand_in(value)
-    if here.is_even and value.shape[0] == here.rows:
+    # While a step is traced, sizes are known on all replicas or on none.
+    if here.is_even and not tf.executing_eagerly() and value.shape[0] == here.rows:
         [total], before = _of_all([value]), tf.constant(here.before)
     else:
         total, counts = _of_all([value, tf.shape(value)[:1]])
