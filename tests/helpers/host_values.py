@@ -259,6 +259,9 @@ class _Case:
         results = wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
         for name, wanted in expected.items():
             np.testing.assert_allclose(results[name].numpy(), wanted, rtol=1e-6, err_msg=name)
+        with self.strategy.scope():  # The chief sends its first value.
+            empty = tf.Variable(np.zeros([0, 2], np.float32))
+        self.same(np.zeros([0, 2]), empty, tf.float32)
 
     def gradient(self) -> None:
         """The sum on each replica depends on all inputs: the gradient is a sum over replicas."""

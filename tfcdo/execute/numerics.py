@@ -125,9 +125,7 @@ def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 def as_summed(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that `CollectiveReduceV2` adds, exactly."""
-    # An empty NumPy array has no memory, and then TensorFlow's collective ends the process.
-    if tensor.shape.num_elements() == 0:
-        tensor = tf.zeros(tensor.shape, tensor.dtype)
+    tensor = _with_memory(tensor)
     if tensor.dtype in _SUMMED_BITS:
         return tf.bitcast(tensor, _SUMMED_BITS[tensor.dtype])
     return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
@@ -141,9 +139,16 @@ def dtype_copied(name: str) -> tf.DType:
 
 def as_copied(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that TensorFlow's other collective ops copy, exactly."""
+    tensor = _with_memory(tensor)
     if tensor.dtype in _COPIED_BITS:
         return tf.bitcast(tensor, _COPIED_BITS[tensor.dtype])
     return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
+
+
+def _with_memory(tensor: tf.Tensor) -> tf.Tensor:
+    # An empty NumPy array has no memory, and then TensorFlow's collectives end the process.
+    is_empty = tensor.shape.num_elements() == 0
+    return tf.zeros(tensor.shape, tensor.dtype) if is_empty else tensor
 
 
 def from_collective(received: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
