@@ -24,6 +24,13 @@ _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 _lock = threading.Lock()
 
 
+def _through_one_op(name: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
+    """Returns tensors of a graph, as an op has them whose gradient is registered under a name."""
+    graph = tf.compat.v1.get_default_graph()
+    with graph.gradient_override_map({"IdentityN": name}):
+        return list(tf.raw_ops.IdentityN(input=tensors))
+
+
 class Gradient:
     """The gradient of one tensor, by a function that is registered once, for all graphs."""
 
@@ -38,9 +45,7 @@ class Gradient:
         if tf.executing_eagerly():
             passed = tf.identity(result)
         else:
-            graph = tf.compat.v1.get_default_graph()
-            with graph.gradient_override_map({"IdentityN": self._name}):
-                passed, *_ = tf.raw_ops.IdentityN(input=[result, tensor, *others])
+            passed, *_ = _through_one_op(self._name, [result, tensor, *others])
         tf_internals.record_operation(
             self._name,
             [passed],
@@ -79,9 +84,7 @@ class JointGradient:
         if tf.executing_eagerly():
             passed = [tf.identity(tensor) for tensor in tensors]
         else:
-            graph = tf.compat.v1.get_default_graph()
-            with graph.gradient_override_map({"IdentityN": self._name}):
-                passed = list(tf.raw_ops.IdentityN(input=tensors))
+            passed = _through_one_op(self._name, tensors)
         tf_internals.record_operation(self._name, passed, list(tensors), self._of_results)
         return on_each(devices, with_gradient_of, results, passed)
 
