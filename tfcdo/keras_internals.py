@@ -159,9 +159,13 @@ def trainable_variables(optimizer: Any) -> list[Any]:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables, as its first `apply` would."""
+    """Makes an optimizer's variables in the current strategy, outside of a step that is traced."""
+    # A function that makes mirrored variables is traced twice, and run with a branch for each of
+    # them that makes it if it is not there: most of the time of a first step.
+    strategy = tf.distribute.get_strategy()
     if not optimizer.built:
-        with keras.name_scope(optimizer.name, caller=optimizer):
+        name = keras.name_scope(optimizer.name, caller=optimizer)
+        with tf.init_scope(), strategy.scope(), name:
             optimizer.build(list(variables))
         optimizer.built = True
 

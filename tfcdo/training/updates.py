@@ -36,7 +36,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         return here.trace.defer(grads, variables)
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
-        context.merge_call(lambda strategy: _build(strategy, optimizer, variables))
+        context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
     grads = here.keep(grads)
     if here.replicas == 1:
         with step.changed(alone=True):
@@ -54,14 +54,6 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         return own(_finite_on_all(list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
-
-
-def _build(strategy: tf.distribute.Strategy, optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables outside of a function that is traced, as `fit` does."""
-    # A function that makes mirrored variables is traced twice, and run with a branch for each of
-    # them that makes it if it is not there: most of the time of a first step.
-    with tf.init_scope(), strategy.scope():
-        keras_internals.build(optimizer, variables)
 
 
 def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
