@@ -1,10 +1,10 @@
 """Runs the fast tests on each TensorFlow and Python that has wheels: `make test-versions`.
 
-One combination: `nox -s "fast_tests(tensorflow='2.18.1', python='3.12', keras='')"`, or some of
-them: `nox -k "2.18.1 or 2.20.0"`. Each has an environment of its own (2 GB, of which 600 MB are
-downloaded), which is removed when its tests have passed. What was run is kept in
-tfcdo/tested_versions.json, from which docs/versions.md is made. A Python that is not on this
-machine is skipped, and so not in the record.
+Some of them: `nox -s "fast_tests(tensorflow='2.18.1', python='3.12', keras='')" ...`. Each has an
+environment of its own (2 GB, of which 600 MB are downloaded), which is removed when its tests have
+passed. What was run is kept in tfcdo/tested_versions.json, from which docs/versions.md is made. A
+Python that is not on this machine, and that uv cannot download, is skipped, and so not in the
+record.
 """
 
 from __future__ import annotations
@@ -48,7 +48,8 @@ def fast_tests(session: nox.Session, tensorflow: str, keras: str) -> None:
     """
     versions = [f"tensorflow=={tensorflow}", f"keras=={keras}" if keras else "keras"]
     session.install(*versions, "--editable", ".[test]")
-    report = pathlib.Path(session.create_tmp()).absolute() / "junit.xml"
+    # Not in `session.create_tmp()`: that becomes TMPDIR, too long a path for a socket of the tests.
+    report = pathlib.Path(session.virtualenv.location).absolute() / "junit.xml"
     tests = ["python", "-m", "pytest", "-q", "-n", "2", "@tests/fast_tests.txt"]
     # 1: tests have failed, which the record is to say.
     session.run(
