@@ -11,7 +11,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.execute import request
+from tfcdo.execute import numerics, request
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.training import parts, statistics, step
@@ -226,8 +226,10 @@ class ReplicaExtended:
         befores = [0 * rows[0]]
         for count in rows:
             befores.append(befores[-1] + count)
+        own = rows[first : first + len(devices)]
+        have = numerics.on_each(devices, lambda count: count > 0, own)
         return [
-            ReplicaStep(index, replicas, rows[first + index], befores[first + index], total)
+            ReplicaStep(index, replicas, own[index], befores[first + index], total, have[index])
             for index in range(len(devices))
         ]
 

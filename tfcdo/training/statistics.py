@@ -15,6 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
+from tfcdo.execute import numerics
 from tfcdo.training import step
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
@@ -90,16 +91,15 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
     statistics = [one for one in written.values() if is_averaged(one)]
     if not statistics or len(steps) == 1:
         return
-    have = [tf.cast(here.rows, tf.int64) > 0 for here in steps]
+    have = [tf.cast(here.has_rows, tf.bool) for here in steps]
 
     def take() -> tf.Tensor:
-        for variable in statistics:
-            parts, weights = [], [tf.cast(one, tf.float64) for one in have]
-            for component, weight in zip(variable.values, weights, strict=True):
-                parts.append(tf.cast(component.read_value(), tf.float64) * weight)
-            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
-            own = [component.read_value() for component in variable.values]
-            step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
+        devices = [component.device for component in statistics[0].values]
+        own = _joined(devices, statistics)
+        weights = [tf.cast(one, tf.float64) for one in have]
+        mean = tf.add_n([one * weight for one, weight in zip(own, weights, strict=True)])
+        mean = mean / tf.add_n(weights)
+        _assign_joined(devices, statistics, [tf.where(h, one, mean) for h, one in zip(have, own)])
         return tf.constant(True)
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
@@ -109,22 +109,47 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
 def synchronize(model: keras.Model) -> None:
     """Gives all replicas, on all hosts, the mean of a model's moving statistics."""
     strategy = model.distribute_strategy
-    variables = [one for one in model.non_trainable_variables if is_averaged(one.value)]
+    variables = [one.value for one in model.non_trainable_variables if is_averaged(one.value)]
     if not variables or strategy.num_replicas_in_sync == 1:
         return
-
-    def flattened(*own: tf.Variable) -> tf.Tensor:
-        wide = (tf.cast(component.read_value(), tf.float64) for component in own)
-        return tf.concat([tf.reshape(one, [-1]) for one in wide], 0)
-
     devices = strategy.extended.worker_devices
-    # As one value: it is sent once, and exactly.
-    of_replicas = step.on_each(devices, flattened, *(one.value.values for one in variables))
+    of_replicas = tf_internals.per_replica(_joined(devices, variables))
     with strategy.scope():
         means = strategy.reduce("MEAN", of_replicas, axis=None)
-    sizes = [variable.value.shape.num_elements() for variable in variables]
-    for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
-        step.assign(variable.value, [tf.reshape(mean, variable.shape)] * len(devices))
+    _assign_joined(devices, variables, [means] * len(devices))
+
+
+# As one value, statistics are sent once, and a step has a few ops for all of them. 64 bits: exact.
+
+
+def _joined(devices: Sequence[str], variables: Sequence[OwnVariable]) -> list[tf.Tensor]:
+    """Returns the values of all variables as one vector, for each replica."""
+    dtype = _common_dtype(variables)
+
+    def join(*own: tf.Variable) -> tf.Tensor:
+        flat = [tf.reshape(tf.cast(one.read_value(), dtype), [-1]) for one in own]
+        return tf.cast(tf.concat(flat, 0), tf.float64)
+
+    return numerics.on_each(devices, join, *(variable.values for variable in variables))
+
+
+def _assign_joined(
+    devices: Sequence[str], variables: Sequence[OwnVariable], joined: Sequence[tf.Tensor]
+) -> None:
+    """Gives all variables their values from one vector, for each replica."""
+    sizes = [variable.shape.num_elements() for variable in variables]
+    dtype = _common_dtype(variables)
+
+    def assign(vector: tf.Tensor, *own: tf.Variable) -> None:
+        for one, value in zip(own, tf.split(tf.cast(vector, dtype), sizes), strict=True):
+            one.assign(tf.cast(tf.reshape(value, one.shape), one.dtype))
+
+    numerics.on_each(devices, assign, joined, *(variable.values for variable in variables))
+
+
+def _common_dtype(variables: Sequence[OwnVariable]) -> tf.DType:
+    dtypes = {variable.dtype for variable in variables}
+    return dtypes.pop() if len(dtypes) == 1 else tf.float64
 
 
 def install() -> None:

@@ -35,6 +35,7 @@ class ReplicaStep:
       rows: the number of this replica's examples.
       before: the number of examples on the replicas before it.
       total: the number of examples on all replicas.
+      has_rows: whether this replica has examples: a bool or a 0-D tensor.
       writes: the distributed variables that the step's replicas assign, by identity.
       alone: whether the replica works alone: nothing may meet the other replicas.
       counts_after: tensors before which an optimizer does not count the step.
@@ -49,6 +50,7 @@ class ReplicaStep:
     rows: Any = None
     before: Any = None
     total: Any = None
+    has_rows: Any = True
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
     alone: bool = False
     counts_after: Sequence[tf.Tensor] = ()
@@ -68,11 +70,6 @@ class ReplicaStep:
         return self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0)
 
     @property
-    def has_rows(self) -> Any:
-        """Returns whether this replica has examples: a bool or a 0-D tensor."""
-        return self.rows > 0
-
-    @property
     def known_rows(self) -> int | None:
         """Returns the number of this replica's examples; None if it is not known yet."""
         known = self.rows if isinstance(self.rows, int) else tf.get_static_value(self.rows)
@@ -89,6 +86,26 @@ class ReplicaStep:
         if not self.can_be_empty:
             return values
         return tf.nest.map_structure(self._kept, values)
+
+    def keep_gradients(self, grads: Sequence[Any]) -> list[Any]:
+        """Returns gradients, or zeros on a replica without examples, whose own may be NaN."""
+        at = [i for i, grad in enumerate(grads) if tf.is_tensor(grad)]
+        if not self.can_be_empty or not at:
+            return list(grads)
+        own = [tf.convert_to_tensor(getattr(grads[i], "values", grads[i])) for i in at]
+
+        def zeros() -> list[tf.Tensor]:
+            return [tf.raw_ops.ZerosLike(x=one) for one in own]
+
+        # One branch for all of them: a `tf.where` would copy each.
+        known = isinstance(self.rows, int)
+        kept = tf.nest.flatten(zeros() if known else tf.cond(self.has_rows, lambda: own, zeros))
+        results = list(grads)
+        for i, one in zip(at, kept, strict=True):
+            grad = grads[i]
+            is_sparse = isinstance(grad, tf.IndexedSlices)
+            results[i] = tf.IndexedSlices(one, grad.indices, grad.dense_shape) if is_sparse else one
+        return results
 
     @property
     def present_rows(self) -> Any:
@@ -118,8 +135,6 @@ class ReplicaStep:
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
 
     def _kept(self, value: Any) -> Any:
-        if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self._kept(value.values), value.indices, value.dense_shape)
         if not tf.is_tensor(value):
             return value
         return tf.where(self.has_rows, value, tf.zeros([], value.dtype))
