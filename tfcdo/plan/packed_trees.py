@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tfcdo import checks
 from tfcdo.plan import copy_tree, simulator, tree_program
 from tfcdo.plan.plan import Plan, plan_of_bytes, size_class
 from tfcdo.topology.topology import Topology
@@ -58,7 +57,6 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
       Zhao et al., "ForestColl", arXiv 2402.06787 (spanning trees by linear programming).
     """
-    checks.check_sizes(num_bytes, num_packs)
     if topology.num_devices == 1 or not num_bytes:
         star = Stream(copy_tree.star(topology.num_devices), 1.0)
         return deal(equal((star,), min(num_packs or 1, max(num_bytes, 1))), num_bytes)
