@@ -88,6 +88,12 @@ class Batch:
         return any(request.owner is not None for request in self.requests)
 
     @property
+    def divide(self) -> int | None:
+        """Returns the number of values in a mean, of all hosts; None where nothing is divided."""
+        count = self.replicas * self.hosts
+        return count if self.op == "mean" and not (count == 1 and self.is_all_reduce) else None
+
+    @property
     def num_bytes(self) -> int:
         """Returns the bytes of all values on one device, as far as their sizes are known."""
         specs = [request.value for request in self.requests]
