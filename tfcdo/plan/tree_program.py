@@ -357,13 +357,6 @@ def _copies_bound(topology: Topology, num_bytes: int) -> float:
     return max(_way_and_back(topology, low), links)
 
 
-def bandwidth_bound(topology: Topology, num_bytes: int) -> float:
-    """Returns the bound without latencies, which is simpler but less tight for small sizes."""
-    solved = solve(Edges(topology))
-    copies = num_bytes * solved.bound if solved else 0.0
-    return max(copies, additions_bound(topology, num_bytes))
-
-
 def additions_bound(topology: Topology, num_bytes: int) -> float:
     """Returns the time of the additions alone, a bound that costs nothing to know."""
     adders = 1 if topology.serial_reduction else topology.num_devices
