@@ -68,18 +68,18 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         with self.assertRaisesRegex(error, message):
             algorithms.make_plan(algorithm, preset("nvswitch", 4), 10)
 
-    def test_no_such_sizes(self):
+    @parameterized.parameters(
+        (1e8, None, TypeError, "num_bytes must be an int; got 100000000.0 of type float$"),
+        (10**8, True, TypeError, "num_packs must be an int; got True of type bool$"),
+        (-100, None, ValueError, "num_bytes .*0; got -100"),
+        (100, 0, ValueError, "num_packs .*1"),
+    )
+    def test_no_such_sizes(self, num_bytes, num_packs, error, message):
         """Also of numbers that a cache would take for ints."""
         topology = preset("pcie", 2)
         algorithms.make_plan("ring", topology, 10**8, 1)
-        for num_bytes, num_packs, error, message in (
-            (1e8, None, TypeError, "num_bytes must be an int; got 100000000.0 of type float$"),
-            (10**8, True, TypeError, "num_packs must be an int; got True of type bool$"),
-            (-100, None, ValueError, "num_bytes .*0; got -100"),
-            (100, 0, ValueError, "num_packs .*1"),
-        ):
-            with self.assertRaisesRegex(error, f"^{message}"):
-                algorithms.make_plan("ring", topology, num_bytes, num_packs)
+        with self.assertRaisesRegex(error, f"^{message}"):
+            algorithms.make_plan("ring", topology, num_bytes, num_packs)
 
 
 class CutTest(absltest.TestCase):
