@@ -36,7 +36,7 @@ def judge(machine: Topology, num_bytes: int) -> tuple[float, float]:
 
 def bandwidth_bound(machine: Topology, num_bytes: int) -> float:
     """Returns the bound without latencies, which is simpler but less tight for small sizes."""
-    solved = tree_program.solve(tree_program.Edges(machine))
+    solved = tree_program.solve(tree_program.Edges(machine)) if machine.num_devices > 1 else None
     copies = num_bytes * solved.bound if solved else 0.0
     return max(copies, tree_program.additions_bound(machine, num_bytes))
 

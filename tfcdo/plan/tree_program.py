@@ -227,8 +227,6 @@ def solve(edges: Edges, known: Iterable[Tree] = ()) -> Solved | None:
     soon gives all trees of a good solution; column generation adds the missing ones.
     """
     devices = edges.num_devices
-    if devices == 1:
-        return None
     # The fastest tree alone takes longer than all trees, by at most the number of links.
     prices = np.ones(edges.num_resources)
     tree, bound = _cheapest(edges, prices)
@@ -246,9 +244,9 @@ def solve(edges: Edges, known: Iterable[Tree] = ()) -> Solved | None:
         bound = max(bound, found)
         trees[tree] = None
         load = edges.load(tree)
+        rate += 1 / float(load.max())
         load /= load.max()
         busy += load
-        rate += 1 / float(edges.load(tree).max())
         prices = prices * np.exp(_PRICE_RISE * load)
         prices /= prices.sum()
     program = TreeProgram(edges, float(busy.max()) / rate)
