@@ -130,8 +130,7 @@ def _make_plan(algorithm: str, topology: Topology, num_bytes: int, num_packs: in
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
         return packed_trees.packed_trees(topology, num_bytes, num_packs)
-    trees = CLASSICS[algorithm](topology.num_devices)
-    return in_turn(cut(num_bytes, len(trees) if num_packs is None else num_packs), trees)
+    return make_plan(CLASSICS[algorithm](topology.num_devices), topology, num_bytes, num_packs)
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:

@@ -215,7 +215,7 @@ def _all_reduced(
         num_bytes = sum(
             (value.size or 0) * dtypes.itemsize(cast or value.dtype) for value in values.values()
         )
-        [dtype, *_] = [value.dtype for value in values.values()]
+        dtype = next(iter(values.values())).dtype
         way = _way(batch, group, dtype, num_bytes, options, machine)
         reasons.append((num_bytes, way.name, way.why))
         offset = len(packs)

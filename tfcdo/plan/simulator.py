@@ -120,10 +120,8 @@ def simulate(
         raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
     graph = task_graph(plan, topology, hosts)
     starts, ends = run(graph, jitter, seed)
-    tasks = [
-        Task(kind, pack, source, target, start, end)
-        for (kind, pack, source, target), start, end in zip(graph.names, starts, ends, strict=True)
-    ]
+    times = zip(graph.names, starts, ends, strict=True)
+    tasks = [Task(*name, start, end) for name, start, end in times]
     tasks.sort(key=lambda task: (task.start, task.end, task.pack))
     return Timeline(max(ends, default=0.0), tuple(tasks))
 
