@@ -264,9 +264,7 @@ def _way(
         why = "each device updates its share of the variables (shard_optimizer_state)"
         return _Way(how, (tree,), topology, "owners", why)
     if group.nccl is not None:
-        # One tensor per pack, and one pack unless asked otherwise.
-        num_packs = 1 if how.num_packs is None else how.num_packs
-        how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
+        how = dataclasses.replace(how, num_packs=1 if how.num_packs is None else how.num_packs)
         return _Way(how, None, topology, "NCCL", group.nccl)
     if group.wire is not None:
         wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)

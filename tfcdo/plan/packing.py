@@ -31,9 +31,6 @@ class PackingOptions:
     agg_small_grads_max_bytes: int = 0
     agg_small_grads_max_group: int = 0
     bytes_per_pack: int = 0  # No pack is larger than this many bytes; 0 for no limit.
-    # Whether the slices of a pack are always sent as one tensor, however large they are; only
-    # values of unknown size are sent alone.
-    one_tensor_per_pack: bool = False
     last_first: bool = False  # Whether the last values are packed first, as a backward pass does.
     whole_values: bool = False  # Whether no value is cut, however large it is.
 
@@ -49,7 +46,7 @@ def pack(
 
     `values` have their index in the batch and the dtype that they are packed in, which the values
     of a pack share; `wire` is the dtype that they are sent in, None for their own. Without an
-    `algorithm`, packs have no copy tree.
+    `algorithm`, packs have no copy tree and are sent as one tensor each, however large.
     """
     indices = sorted(values, reverse=options.last_first)
     whole = [(values[index].dtype, Slice(index, 0, values[index].size)) for index in indices]
@@ -84,9 +81,7 @@ def pack(
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.
-    limit = math.inf
-    if not options.one_tensor_per_pack:
-        limit = _SECONDS_PER_OP * topology.addition_bandwidth
+    limit = math.inf if algorithm is None else _SECONDS_PER_OP * topology.addition_bandwidth
     last: dict[int | None, int] = {}  # For each planned pack, its last pack here.
     packs = []
     for number, (dtype, slices, place) in enumerate(content):
