@@ -94,8 +94,8 @@ def simulate(
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
         for no randomness.
-      hosts: hosts that are like this one, between which each pack's sum is exchanged, in the
-        `between_hosts` bytes that it says; None for one host.
+      hosts: hosts that are like this one, between which each pack's sum is exchanged; None for one
+        host.
 
     Returns:
       When each copy ran, and the time of the whole.
