@@ -307,7 +307,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             status = nccl.nccl_status(devices, dtype)
             reasons.append((dtype, None if status.can_run else str(status)))
         between = None
-        if self._network is not None and self._network.hint != "nccl":
+        if options.between is not None and not options.between.flat:
             between = next((reason for _, reason in reasons if reason), None) or (
                 "ask for implementation NCCL in communication_options, and leave exchange out"
             )
