@@ -16,12 +16,6 @@ Track = Callable[..., Iterable[Any]]
 _Sample = TypeVar("_Sample")
 
 
-def silently(sequence: Iterable[Any], *, description: str) -> Iterable[Any]:
-    """Yields the items of a sequence and shows nothing."""
-    del description
-    return sequence
-
-
 @dataclasses.dataclass(frozen=True)
 class Measurement:
     """Measurement of one implementation or strategy; None for what its bench does not measure."""

@@ -29,7 +29,7 @@ def run(
     devices: ChosenDevices,
     iterations: int,
     warmup: int,
-    track: results.Track = results.silently,
+    track: results.Track,
 ) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
     names = list(devices.names)

@@ -17,14 +17,13 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import worker_pool
 from tfcdo.doctor.examination import STRATEGIES, Check, Machine, Versions
 from tfcdo.topology import detection
 from tfcdo.version import __version__, adds_metrics_twice
 
 if TYPE_CHECKING:
-    from tfcdo.bench import measure
+    from tfcdo.bench import devices, measure
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
@@ -38,7 +37,7 @@ _ROUNDING = 1e-4  # Largest relative difference of a metric.
 class Probe:
     """The questions: `versions`, `machine`, and after that `pair`, `sum` and `fit`."""
 
-    _devices: bench_devices.ChosenDevices
+    _devices: devices.ChosenDevices
 
     def versions(self) -> Versions:
         """Imports TensorFlow and says which versions there are, and whether it can be used."""
@@ -66,9 +65,10 @@ class Probe:
         import tensorflow as tf
 
         import tfcdo
+        from tfcdo.bench import devices
 
         tf.get_logger().setLevel("ERROR")
-        self._devices = bench_devices.choose_devices(count)
+        self._devices = devices.choose_devices(count)
         names = self._devices.names
         topology, reason = detection.detect_with_reason(names)
         nccl = tfcdo.nccl_status(names)
@@ -112,7 +112,7 @@ class Probe:
         data = self._values
         if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
             return Check(ran=False)
-        built = measure.build(data, implementation.reducer(self._devices.names))
+        built = measure.build(data, implementation)
         elements = data.workload.count * len(self._devices.names)
         text = f"{built.num_wrong} of {elements} elements on {len(self._devices.names)} devices"
         return Check(f"{text}, without an error" if built.num_wrong else "")
