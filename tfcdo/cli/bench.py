@@ -102,7 +102,7 @@ def bench(
         reason = "cannot be given with --model, which has gradients of fixed sizes"
     order = f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
     options.refuse(
-        {f"{' and '.join(sorted(refused))} {reason}": refused, order: minbytes > maxbytes}
+        (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
     if context.invoked_subcommand:
         return 0

@@ -40,10 +40,8 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     reported but do not affect it.
     """
     options.refuse(
-        {
-            "files require --blackbox": files and not blackbox,
-            "--blackbox requires files": blackbox and not files,
-        }
+        (files and not blackbox, "files require --blackbox"),
+        (blackbox and not files, "--blackbox requires files"),
     )
     if blackbox:
         try:
