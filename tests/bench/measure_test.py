@@ -90,7 +90,7 @@ def _count_nodes(data: measure.Data, compared: measure.Implementation | None) ->
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
-        data = measure.place_values(SMALL, choose_devices(3))
+        data = measure.Data(SMALL, choose_devices(3))
         first, second, last = ([one.numpy() for one in variables] for variables in data.variables)
         # Each device has other values.
         self.assertNotAllEqual(first[0], second[0])
@@ -113,21 +113,21 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         if one.reason_not_to_run(devices.names, "float32"):
             self.assertIn("Nccl", name)
             return
-        built = measure.build(measure.place_values(SMALL, devices), one)
+        built = measure.build(measure.Data(SMALL, devices), one)
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
 
     def test_small_values_of_one_shape_are_read_together(self):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
-        data = measure.place_values(workloads.Workload("w", shapes), choose_devices(2))
-        self.assertEqual(data.coalesced, ((0, 3, 7), (1,), (2, 5), (4,), (6,)))
+        data = measure.Data(workloads.Workload("w", shapes), choose_devices(2))
+        self.assertEqual(data.coalesced, [[0, 3, 7], [1], [2, 5], [4], [6]])
         values = data.read()
         self.assertEqual([value.shape for value in values[1]], list(shapes))
         for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
             self.assertAllEqual(tf.add_n(addends), total)
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
-        data = measure.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
+        data = measure.Data(workloads.gradients_of("mobilenet"), choose_devices(4))
         base = _count_nodes(data, None)
 
         def added(name: str) -> int:

@@ -133,18 +133,34 @@ def parse(name: str) -> list[Implementation]:
     return [Implementation(name, ops)]
 
 
-@dataclasses.dataclass(frozen=True)
 class Data:
-    """Values that all implementations of a run reduce."""
+    """Values that all implementations of a run reduce: other small integers on each device."""
 
-    workload: workloads.Workload
-    devices: ChosenDevices
-    # For each variable, the indices of the values that share it on each device.
-    coalesced: tuple[tuple[int, ...], ...]
-    # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
-    variables: tuple[tuple[tf.Variable, ...], ...]
-    sums: tuple[np.ndarray, ...]  # numpy's.
-    always_true: tuple[tf.Variable, ...]  # One on each device.
+    def __init__(self, workload: workloads.Workload, devices: ChosenDevices) -> None:
+        self.workload, self.devices = workload, devices
+        groups: dict[Any, list[int]] = {}
+        for index, shape in enumerate(workload.shapes):
+            size = math.prod(shape) * workloads.bytes_of(workload.dtype)
+            groups.setdefault(shape if size <= _MAX_COALESCED_BYTES else index, []).append(index)
+        # For each variable, the indices of the values that share it on each device.
+        self.coalesced = list(groups.values())
+        # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
+        self.variables: list[list[tf.Variable]] = []
+        # numpy's, which every dtype holds exactly.
+        self.sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
+        self.always_true = []  # One on each device.
+        for rank, device in enumerate(devices.names):
+            arrays = workloads.draw_values(workload, seed=rank)
+            for total, array in zip(self.sums, arrays, strict=True):
+                total += array
+            with tf.device(device):
+                self.variables.append([self._variable(arrays, one) for one in self.coalesced])
+                self.always_true.append(tf.Variable(True))
+
+    def _variable(self, arrays: Sequence[np.ndarray], indices: Sequence[int]) -> tf.Variable:
+        chosen = [arrays[index] for index in indices]
+        stacked = np.stack(chosen) if len(chosen) > 1 else chosen[0]
+        return tf.Variable(stacked.astype(tf.as_dtype(self.workload.dtype).as_numpy_dtype))
 
     def read(self) -> ValuesByDevice:
         """Reads the variables, each on its device."""
@@ -170,38 +186,6 @@ class Data:
                 else:
                     wrong += expected.size
         return wrong
-
-
-def place_values(workload: workloads.Workload, devices: ChosenDevices) -> Data:
-    """Places other small integers on each device, whose sums every dtype holds exactly."""
-    dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
-    sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
-    coalesced = _coalesced(workload)
-    variables, always_true = [], []
-    for rank, device in enumerate(devices.names):
-        arrays = workloads.draw_values(workload, seed=rank)
-        for total, array in zip(sums, arrays, strict=True):
-            total += array
-        with tf.device(device):
-            variables.append(
-                tuple(tf.Variable(_stacked(arrays, indices).astype(dtype)) for indices in coalesced)
-            )
-            always_true.append(tf.Variable(True))
-    return Data(workload, devices, coalesced, tuple(variables), tuple(sums), tuple(always_true))
-
-
-def _coalesced(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
-    groups: dict[Any, list[int]] = {}
-    for index, shape in enumerate(workload.shapes):
-        small = math.prod(shape) * workloads.bytes_of(workload.dtype) <= _MAX_COALESCED_BYTES
-        groups.setdefault(shape if small else index, []).append(index)
-    return tuple(map(tuple, groups.values()))
-
-
-def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray:
-    if len(indices) == 1:
-        return arrays[indices[0]]
-    return np.stack([arrays[index] for index in indices])
 
 
 @dataclasses.dataclass
@@ -268,7 +252,7 @@ def run(
 ) -> list[results.Measurement]:
     """Measures implementations, and last the baseline: the same graph without an all-reduce."""
     # The baseline is built first: the first step also pays for what TensorFlow does only once.
-    data = place_values(workload, devices)
+    data = Data(workload, devices)
     built = {BASELINE: build(data, None)}
     for one in track(compared, description="building and checking"):
         built[one.name] = build(data, one)

@@ -38,10 +38,10 @@ def run(
         "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
         "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
     }
-    updates, first = {}, {}
-    for name in track(list(strategies), description="first steps"):
-        updates[name] = _Updates(strategies[name], optimizer, devices)
-        first[name] = updates[name].step()
+    updates = {
+        name: _Updates(strategies[name], optimizer, devices)
+        for name in track(list(strategies), description="first steps")
+    }
     steps = {name: one.step for name, one in updates.items()}
     taken = results.take_turns(steps, iterations, warmup, track)
     return [
@@ -52,7 +52,7 @@ def run(
             *results.median_and_spread(taken[name]),
             workload=optimizer,
             size=4 * sum(map(math.prod, _SHAPES)),
-            first_call=first[name],
+            first_call=one.first_call,
             state_bytes=one.state_bytes(),
         )
         for name, one in updates.items()
@@ -73,6 +73,7 @@ class _Updates:
             self._optimizer = keras.optimizers.get(name)
             self._optimizer.build(self._variables)
         self._function = tf.function(lambda: self._strategy.run(self._on_replica))
+        self.first_call = self.step()
 
     def _on_replica(self) -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

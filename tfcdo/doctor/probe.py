@@ -27,6 +27,7 @@ if TYPE_CHECKING:
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
+_OLDEST = ".".join(map(str, OLDEST_TENSORFLOW))
 # Bytes that are copied between two devices, and of a value that is summed.
 _PATTERN_BYTES, _SUM_BYTES = 2**22, 2**20
 # Of the tiny fit: steps, rows per device and step, learning rate.
@@ -55,8 +56,8 @@ class Probe:
                 found["keras"] = importlib.metadata.version("keras")
         except Exception as error:
             # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
-            problem = f"TensorFlow cannot be imported: {_first_line(error)}"
-            remedy = f"pip install 'tensorflow>={_oldest()}'"
+            problem = f"TensorFlow cannot be imported: {worker_pool.first_line(error)}"
+            remedy = f"pip install 'tensorflow>={_OLDEST}'"
         python = platform.python_version()
         return Versions(__version__, python, **found, problem=problem, remedy=remedy)
 
@@ -122,7 +123,7 @@ class Probe:
         """Returns the values that all classes sum."""
         from tfcdo.bench import measure, workloads
 
-        return measure.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
+        return measure.Data(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
 
     def fit(self, name: str) -> Check:
         """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
@@ -169,14 +170,15 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < OLDEST_TENSORFLOW:
         return (
-            f"TensorFlow {version} is older than {_oldest()}, the oldest that tfcdo runs on",
-            f"pip install --upgrade 'tensorflow>={_oldest()}'",
+            f"TensorFlow {version} is older than {_OLDEST}, the oldest that tfcdo runs on",
+            f"pip install --upgrade 'tensorflow>={_OLDEST}'",
         )
     try:
         importlib.import_module("tfcdo.tf_internals")
     except (ImportError, AttributeError) as error:
+        reason = worker_pool.first_line(error)
         return (
-            f"TensorFlow {version} lacks something that tfcdo needs: {_first_line(error)}",
+            f"TensorFlow {version} lacks something that tfcdo needs: {reason}",
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
@@ -196,14 +198,6 @@ def _without_kernels(config: Any, build: Mapping[str, Any]) -> list[str]:
                 number = gpu.name.rpartition(":")[2]
                 names.append(f"GPU:{number} (compute capability {major}.{minor})")
     return names
-
-
-def _oldest() -> str:
-    return ".".join(map(str, OLDEST_TENSORFLOW))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).strip().partition("\n")[0]
 
 
 if __name__ == "__main__":
