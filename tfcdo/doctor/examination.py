@@ -155,7 +155,7 @@ class Probes(contextlib.ExitStack):
             raise
 
 
-def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> Report:
+def examine(ask: Ask, count: int | None, tell: Tell) -> Report:
     """Examines this machine."""
     tell("Looking at TF_CONFIG")
     given = examine_tf_config()
@@ -181,8 +181,6 @@ def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> R
 def examine_tf_config() -> TfConfig:
     """Reads TF_CONFIG and tries to reach each host that it names."""
     text = os.environ.get("TF_CONFIG", "").strip()
-    if not text:
-        return TfConfig("")
     try:
         cluster = config.from_tf_config()
     except ValueError as error:
@@ -321,16 +319,15 @@ def _trouble(copy: Check | Failure) -> str:
 def _about_pairs(report: Report) -> Iterator[Finding]:
     pairs = report.pairs
     troubled = {
-        trouble: [pair for pair, copies in pairs.items() if _trouble(copies) == trouble]
+        trouble: {pair: copy for pair, copy in pairs.items() if _trouble(copy) == trouble}
         for trouble in _TROUBLES
     }
     if pairs and not any(troubled.values()):
         yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices are correct")
     for trouble, found in troubled.items():
         if found:
-            answers = map(pairs.__getitem__, found)
-            errors = dict.fromkeys(one.error for one in answers if isinstance(one, Failure))
-            text = f"copies from {_named(found, report)} {trouble}"
+            errors = dict.fromkeys(one.error for one in found.values() if isinstance(one, Failure))
+            text = f"copies from {_named([*found], report)} {trouble}"
             text += f": {'; '.join(errors)}" if errors else ""
             remedy = f"{_TROUBLES[trouble]}, or leave devices out as in the line below"
             yield Finding(WRONG, text, remedy)
