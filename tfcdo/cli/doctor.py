@@ -50,10 +50,7 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
             raise click.ClickException(str(error)) from error
         return 0
     console = options.make_console()
-    with (
-        options.status("Starting ...") as tell,
-        examination.Probes(num_devices) as probes,
-    ):
+    with options.status("Starting ...") as tell, examination.Probes(num_devices) as probes:
         report = examination.examine(probes.ask, num_devices, tell)
     found = examination.findings_of(report)
     _print(report, found, console)

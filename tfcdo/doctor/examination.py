@@ -38,7 +38,7 @@ OK, NOTE, WRONG = "ok", "note", "wrong"
 _MOST_NAMED = 12
 _REPORT = "please report this, with the output of `tfcdo doctor`"
 
-# Asks a question with its arguments. Raises `worker_pool.WorkerError` if no answer comes.
+# Asks a question with its arguments; returns the answer or a `Failure`.
 Ask = Callable[..., Any]
 Tell = Callable[[str], object]
 # The indices of the sending and of the receiving device.
@@ -149,10 +149,13 @@ class Probes(contextlib.ExitStack):
                 if question not in ("versions", "machine"):
                     self._pool.call("machine", _LIMITS["machine"], count=self._count)
             return self._pool.call(question, _LIMITS[question], **arguments)[0]
-        except worker_pool.WorkerLostError:
-            self._pool = None
-            self.close()
-            raise
+        except worker_pool.WorkerError as error:
+            if isinstance(error, worker_pool.WorkerLostError):
+                self._pool = None
+                self.close()
+            if isinstance(error, worker_pool.WorkerTimeoutError):
+                return Failure(f"no end within {_LIMITS[question]:g} s", hangs=True)
+            return Failure(str(error).strip())
 
 
 def examine(ask: Ask, count: int | None, tell: Tell) -> Report:
@@ -160,21 +163,21 @@ def examine(ask: Ask, count: int | None, tell: Tell) -> Report:
     tell("Looking at TF_CONFIG")
     given = examine_tf_config()
     tell("Starting TensorFlow")
-    versions = _answer(ask, "versions")
+    versions = ask("versions")
     if isinstance(versions, Failure) or versions.problem:
         return Report(versions, tf_config=given)
     tell("Looking at the devices")
-    machine = _answer(ask, "machine", count=count)
+    machine = ask("machine", count=count)
     if isinstance(machine, Failure):
         return Report(versions, machine, given)
     pairs = dict(_pairs(ask, len(machine.examined), tell))
     checks = {}
     for name in itertools.chain.from_iterable(COMPARED):
         tell(f"Summing with {name}")
-        checks[name] = _answer(ask, "sum", name=name)
+        checks[name] = ask("sum", name=name)
     for name in STRATEGIES if versions.keras else ():
         tell(f"Training under {name}")
-        checks[name] = _answer(ask, "fit", name=name)
+        checks[name] = ask("fit", name=name)
     return Report(versions, machine, given, pairs, checks)
 
 
@@ -223,18 +226,9 @@ def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Check | Fai
         if hanging == _MOST_HANGING:
             return
         tell(f"Copying from device {source} to {target}")
-        answer = _answer(ask, "pair", source=source, target=target)
+        answer = ask("pair", source=source, target=target)
         hanging += isinstance(answer, Failure) and answer.hangs
         yield (source, target), answer
-
-
-def _answer(ask: Ask, question: str, **arguments: Any) -> Any:
-    try:
-        return ask(question, **arguments)
-    except worker_pool.WorkerTimeoutError:
-        return Failure(f"no end within {_LIMITS[question]:g} s", hangs=True)
-    except worker_pool.WorkerError as error:
-        return Failure(str(error).strip())
 
 
 def findings_of(report: Report) -> list[Finding]:
