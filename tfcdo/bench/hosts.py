@@ -23,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo import tf_internals
+from tfcdo import tf_internals, virtual_devices
 from tfcdo.bench import results, worker_pool
 from tfcdo.bench.results import ALONE
 from tfcdo.launch import cluster
@@ -167,27 +167,24 @@ def shared_link() -> Loopback:
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
     """TensorFlow's own implementation; it would use one CPU device of each worker."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int) -> None:
-        self._num_devices = num_devices
-        super().__init__(
-            strategy,
-            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            communication_options=tf.distribute.experimental.CommunicationOptions(),
-        )
-
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        devices = (f"{worker_device}/device:CPU:{index}" for index in range(self._num_devices))
-        return tuple(devices), "CPU"
+        kind, count = virtual_devices.devices_here(cluster_resolver)
+        return tuple(f"{worker_device}/device:{kind}:{index}" for index in range(count)), kind
 
 
 class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` over several CPU devices of each worker."""
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self) -> None:
+        extended = _TensorFlowExtended(
+            self,
+            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            communication_options=tf.distribute.experimental.CommunicationOptions(),
+        )
         # TensorFlow's own __init__ would make its own extended class.
-        tf.distribute.Strategy.__init__(self, _TensorFlowExtended(self, num_devices))
+        tf.distribute.Strategy.__init__(self, extended)
 
 
 class _Training:
@@ -266,7 +263,7 @@ class _Trainings:
         strategies = {
             "tfcdo": ours(),
             **{f"tfcdo {wire}": ours(exchange=wire) for wire in _WIRES},
-            "tf": _TensorFlowStrategy(devices),
+            "tf": _TensorFlowStrategy(),
         }
         self._trainings = {
             name: _Training(strategy, devices, int(num_blocks))

@@ -15,12 +15,7 @@ from tfcdo.bench import results
 from tfcdo.bench.devices import ChosenDevices
 
 # A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
-_SHAPES = (
-    *[(1024, 1024)] * 12,
-    *[(1024,)] * 12,
-    *[(3, 3, 256, 256)] * 8,
-    *[(256,)] * 40,
-)
+_SHAPES = (*[(1024, 1024)] * 12, *[(1024,)] * 12, *[(3, 3, 256, 256)] * 8, *[(256,)] * 40)
 _SEED = 7
 
 
