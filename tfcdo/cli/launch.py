@@ -212,10 +212,7 @@ def _place(
             nnodes not in (None, count),
             f"--nnodes must be the number of --hosts, {count}; got {nnodes}",
         ),
-        (
-            index is not None and not hosts,
-            "--index needs --hosts: --workers starts all workers",
-        ),
+        (index is not None and not hosts, "--index needs --hosts: --workers starts all workers"),
         (
             hosts and index is None,
             f"--hosts needs --index: which of the {count} this machine is, from 0",
@@ -278,14 +275,12 @@ def _workers(
         specs = []
         for turn, number in enumerate(place.own):
             name = f"worker {number}"
-            prefixes = [
-                _coloured(f"{name:{width}} | ", number, stream)
-                for stream in (sys.stdout, sys.stderr)
-            ]
+            prefix = f"{name:{width}} | "
+            shown, shown_errors = (_coloured(prefix, number, s) for s in (sys.stdout, sys.stderr))
             own = {"TF_CONFIG": cluster.tf_config(place.addresses, number), **variables}
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[place.first_here + turn]
-            specs.append(supervisor.WorkerSpec(name, *prefixes, own))
+            specs.append(supervisor.WorkerSpec(name, shown, shown_errors, own))
         yield specs
 
 
