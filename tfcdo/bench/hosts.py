@@ -160,7 +160,7 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
 
 
 def shared_link() -> Loopback:
-    """Returns the machine's own loopback interface, which other programs use as well."""
+    """Returns the machine's own loopback interface, which other programs also use."""
     return Loopback((), pathlib.Path("/proc/net/dev"))
 
 

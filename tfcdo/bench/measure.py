@@ -31,7 +31,7 @@ _MAX_COALESCED_BYTES = 2**16
 # Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
 _SHORTEST_SAMPLE = 0.005
 
-# What a strategy uses by itself has no public class.
+# A strategy's default has no public class.
 _STRATEGY_DEFAULT = "tf.CollectiveAllReduce"
 _KNOWN = (
     "tfcdo.AutoAllReduce",
@@ -58,7 +58,7 @@ class Implementation:
     """An implementation of all-reduce."""
 
     name: str  # As in Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
-    ops: tf.distribute.CrossDeviceOps | None  # None: what a strategy uses by itself.
+    ops: tf.distribute.CrossDeviceOps | None  # None: a strategy's default.
 
     @property
     def package(self) -> str:

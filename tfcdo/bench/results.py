@@ -18,7 +18,7 @@ _Sample = TypeVar("_Sample")
 
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Measurement of one implementation or strategy; None for what its bench does not measure."""
+    """Measurement of one implementation or strategy; None: not measured in this bench."""
 
     name: str
     kind: str  # `OURS`, `TENSORFLOW`, or what else it is compared with.

@@ -110,10 +110,12 @@ def bench(
     devices = options.start_tensorflow(num_devices)
     import tensorflow as tf
 
-    from tfcdo.bench import measure, updates
+    from tfcdo.bench import measure
 
     console.print(f"{devices.description}, TensorFlow {tf.__version__}")
     if optimizer:
+        from tfcdo.bench import updates  # It needs Keras.
+
         with options.progress() as track:
             found = updates.run(optimizer, devices, iterations, warmup, track)
         size = format_bytes(found[0].size)
@@ -126,7 +128,6 @@ def bench(
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
     compared = _compared(names, devices, dtype, console)
-
     with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
         groups = [

@@ -44,7 +44,7 @@ _GROUPS = {
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
 }
-# Jobs of Slurm take turns in so many ranges of ports, below those that Linux gives to anybody.
+# First port, ports per job, number of ranges: Slurm jobs share them, below Linux's own choices.
 _FIRST_PORT, _PORTS, _JOBS = 10_000, 16, 1_250
 _SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
 # Then Slurm has bound GPUs to the task already.

@@ -204,7 +204,7 @@ def evaluate(
     exchange: Exchange = SUM,
     known: Sequence[Evaluation] = (),
 ) -> Evaluation:
-    """Simulates the all-reduce of a float32 gradient of so many bytes, if that is not known."""
+    """Simulates the all-reduce of a float32 gradient, unless its algorithm is among the known."""
     count = topology.num_devices
     value = ValueSpec("float32", (-(-num_bytes // 4),))  # Whole elements.
     request = Request(value, tuple(range(count)), exchange=exchange)

@@ -16,8 +16,8 @@ from tfcdo.bench import worker_pool
 from tfcdo.cluster import config
 from tfcdo.topology.topology import Topology
 
-# The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
-# cross-device ops uses is TensorFlow's way to choose by itself.
+# The pairs of classes that are compared, tfcdo's and TensorFlow's, whose own choice is a strategy's
+# default.
 COMPARED = (
     ("tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"),
     ("tfcdo.HierarchicalCopyAllReduce", "tf.HierarchicalCopyAllReduce"),

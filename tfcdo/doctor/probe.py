@@ -30,7 +30,7 @@ OLDEST_TENSORFLOW = (2, 16)
 _OLDEST = ".".join(map(str, OLDEST_TENSORFLOW))
 # Bytes that are copied between two devices, and of a value that is summed.
 _PATTERN_BYTES, _SUM_BYTES = 2**22, 2**20
-# Of the tiny fit: steps, rows per device and step, learning rate.
+# The tiny fit's steps, rows per device and step, and learning rate.
 _STEPS, _ROWS, _RATE = 4, 2, 0.5
 _ROUNDING = 1e-4  # Largest relative difference of a metric.
 

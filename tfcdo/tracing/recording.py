@@ -167,7 +167,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What the profiler and the executor have recorded."""
+    """Events of the profiler, and the plans that were executed."""
 
     events: tuple[Event, ...]  # In the order of their start.
     planned: Sequence[Planned] = ()  # The newest first.
@@ -341,6 +341,6 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
     try:
         yield traced
     finally:
-        # The time before an error is worth a look, too.
+        # The time before an error is also worth a look.
         traced.recording = profiler.stop()
         write(traced.recording, written)
