@@ -211,11 +211,13 @@ class _Training:
             lambda context: tf.constant(by_replica[context.replica_id_in_sync_group])
         )
 
-    def step(self, updates: bool) -> None:
-        """Takes a step, or only computes its gradients, and waits for it."""
+    def step(self, updates: bool) -> float:
+        """Takes a step, or only computes its gradients; returns the seconds until its end."""
+        start = time.perf_counter()
         losses, *_ = self._step(updates, *self._batch)
         for loss in losses:
             loss.numpy()
+        return time.perf_counter() - start
 
     @tf.function(autograph=False)
     def _step(self, updates: bool, images: Any, labels: Any) -> Any:
@@ -277,9 +279,7 @@ class _Trainings:
     def step(self, name: str) -> float:
         """Takes a step; returns its seconds."""
         training = self._trainings["tf" if name == ALONE else name]
-        start = time.perf_counter()
-        training.step(updates=name != ALONE)
-        return time.perf_counter() - start
+        return training.step(updates=name != ALONE)
 
 
 if __name__ == "__main__":
