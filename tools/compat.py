@@ -102,7 +102,9 @@ def parts(rows: Rows) -> dict[str, Iterable[str]]:
             f"Made by `make compat` on virtual CPU devices with TensorFlow {tf.__version__},",
             f"Keras {keras.__version__} and tfcdo {tfcdo.__version__}.",
         ],
-        "first": _table((name, *(row.verdict for row in rows[name])) for name in FIRST),
+        "first": _table(
+            (name, *(f"{row.mark} {row.result}" for row in rows[name])) for name in FIRST
+        ),
         "trainings": _folded(compat_trainings.SUBJECTS, rows),
         "calls": _folded(compat_cases.SUBJECTS, rows),
         "messages": (f"* {escaped(text)}" for text in dict.fromkeys(texts)),

@@ -109,25 +109,29 @@ def _largest(values: Sequence[tf.Tensor]) -> tf.Tensor:
     return tf.reduce_max(tf.stack(values), 0)
 
 
-def _slices(*dtypes: type) -> list[tf.IndexedSlices]:
+def _slices(*dtypes: str) -> list[tf.IndexedSlices]:
     """Returns gradients of rows 0 and 3 on a device, and of row 3 on another."""
     parts = ([[1], [2]], [0, 3]), ([[4]], [3])
     return [
-        tf.IndexedSlices(np.float32(rows), dtype(indices), dtype([4, 1]))
+        tf.IndexedSlices(
+            np.array(rows, "float32"), np.array(indices, dtype), np.array([4, 1], dtype)
+        )
         for (rows, indices), dtype in zip(parts, dtypes, strict=True)
     ]
 
 
 _A_SUM = [[1.0, 2.0]]
 _TO_ONE = methodcaller("ReductionToOneDevice")
-_SLICES = _slices(np.int64, np.int64)
+_SLICES = _slices("int64", "int64")
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
 _FIRST_NUMBERS = [range(1, count + 1) for count in range(1, 9)]
 _CALLS: dict[str, dict[str, Case]] = {
     "Sums": {
         **{
             f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding "
-            f"{', '.join(map(str, numbers))}": Case([np.float32(numbers)], float(sum(numbers)))
+            f"{', '.join(map(str, numbers))}": Case(
+                [np.array(numbers, "float32")], float(sum(numbers))
+            )
             for numbers in _FIRST_NUMBERS
         },
         "3 devices, MEAN of 1, 2, 3": Case([[1.0, 2.0, 3.0]], 2.0, op=MEAN),
@@ -146,19 +150,21 @@ _CALLS: dict[str, dict[str, Case]] = {
         "more packs than elements": Case(
             [[[1.0, 2.0], [3.0, 4.0]]], [4.0, 6.0], methodcaller("HierarchicalCopyAllReduce", 8)
         ),
-        "float32 and float64 in one batch": Case([*_A_SUM, np.float64([3, 4])], [3.0, 7.0]),
+        "float32 and float64 in one batch": Case(
+            [*_A_SUM, np.array([3, 4], "float64")], [3.0, 7.0]
+        ),
         "float32, int64 and complex64 in one batch": Case(
-            [*_A_SUM, np.int64([3, 4]), np.complex64([1j, 2j])], [3.0, 7, 3j]
+            [*_A_SUM, np.array([3, 4], "int64"), np.array([1j, 2j], "complex64")], [3.0, 7, 3j]
         ),
         "float16: 2048 and seven ones (2055 rounds to 2056)": Case(
-            [np.float16([2048, *[1] * 7])], 2056.0
+            [np.array([2048, *[1] * 7], "float16")], 2056.0
         ),
         "bfloat16: 256 and seven ones (263 rounds to 264)": Case(
             [np.array([256, *[1] * 7], tf.bfloat16.as_numpy_dtype)], 264.0, _TO_ONE
         ),
-        "MEAN of int64 3 and 4": Case([np.int64([3, 4])], 3.5, _TO_ONE, op=MEAN),
+        "MEAN of int64 3 and 4": Case([np.array([3, 4], "int64")], 3.5, _TO_ONE, op=MEAN),
         "4 devices, MEAN of uint8 100 on each, whose sum is no uint8": Case(
-            [np.uint8([100] * 4)], 100.0, _TO_ONE, op=MEAN
+            [np.array([100] * 4, "uint8")], 100.0, _TO_ONE, op=MEAN
         ),
         "`NcclAllReduce` on CPU devices": Case(_A_SUM, 3.0, methodcaller("NcclAllReduce")),
         "an empty batch": Case([], []),
@@ -173,7 +179,7 @@ _CALLS: dict[str, dict[str, Case]] = {
             [_SLICES, *_A_SUM, _SLICES], [_EMBEDDING, 3.0, _EMBEDDING]
         ),
         "`IndexedSlices` with int32 and int64 indices": Case(
-            [_slices(np.int32, np.int64)], _EMBEDDING, _TO_ONE
+            [_slices("int32", "int64")], _EMBEDDING, _TO_ONE
         ),
         "destination `/cpu:3`": Case("/cpu:3", 6.0, call=_reduce_to),
         "destinations in another order than the values": Case(

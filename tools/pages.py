@@ -60,11 +60,6 @@ class Row(NamedTuple):
         return escaped(f"{self.mark} {_shortened(self.text, MAX_CELL)}")
 
     @property
-    def verdict(self) -> str:
-        """Returns the mark with the result."""
-        return f"{self.mark} {self.result}"
-
-    @property
     def result(self) -> str:
         """Returns the first number, or the kind of the error."""
         return escaped(re.split("[,:]", self.text)[0])
