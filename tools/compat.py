@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import logging
 import multiprocessing
 import os
 import pathlib
@@ -56,7 +57,7 @@ def run(function: Callable[[Any], Any], arguments: Sequence[Any], seconds: float
     """Calls a function in another process; None stands for a call that crashes or hangs."""
     results: list[Any] = []
     while len(results) < len(arguments):
-        with multiprocessing.get_context("spawn").Pool(1) as pool:
+        with multiprocessing.get_context("spawn").Pool(1, initializer=logging.disable) as pool:
             pool.apply(int)  # The imports do not count.
             try:
                 for argument in arguments[len(results) :]:

@@ -375,7 +375,7 @@ def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
     return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
 
 
-def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, note: str) -> str:
+def document(results: Sequence[tuple[Case, Outcome]], seed: int, note: str) -> str:
     """Returns the page: the method, a summary and the table."""
     shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     correct = sum(not outcome.problem for _, outcome in results)
@@ -393,7 +393,7 @@ training on the same number of hosts, and differ by at most {LARGEST_DIFFERENCE:
 No process may be left, and the training may not wait for longer than {LIMIT_SECONDS:g} s. So no
 host is stopped for good in a meeting, where others wait for it for ten minutes.
 
-**{correct} of {len(results)} cases are correct**, of {planned} that are planned. {note}
+**{correct} of {len(results)} cases are correct**, of 200 that are planned. {note}
 
 The share of useful time is the time of the steps, each counted once, of the time from the start of
 the launcher to the last step. The trainings take seconds, so starting hosts is most of it:
@@ -463,7 +463,7 @@ def main() -> int:
         outcome = run_case(case)
         print(outcome.problem or "correct", flush=True)
         results.append((case, outcome))
-        arguments.path.write_text(document(results, 200, arguments.seed, note))
+        arguments.path.write_text(document(results, arguments.seed, note))
     return int(any(outcome.problem for _, outcome in results))
 
 

@@ -123,15 +123,17 @@ class PerformanceTest(absltest.TestCase):
             slow,
             _measured(performance.DEFAULT, "tf", 0.005),
         )
-        floor = mock.Mock(return_value=0.002)
-        row = performance.row("-g 4", compared, floor)
+        patch = mock.patch.object(performance, "floor_seconds", return_value=0.002)
+        floor = self.enter_context(patch)
+        row = performance.row("-g 4", compared)
         self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
         floor.assert_called_once_with(4, 100)
         # Rows of hosts end with computing alone.
         kinds = {performance.HOSTS: 0.003, performance.ALONE: 0.001}
         hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
-        row = performance.row("workers 2", hosts, mock.Mock())
+        row = performance.row("workers 2", hosts)
         self.assertEqual(row, ["`workers 2`", "3.0", "4.0", "", "1.0"])
+        floor.assert_called_once()
 
     def test_the_floor_takes_time(self):
         self.assertGreater(performance.floor_seconds(2, 2**22 + 8), 0.0)
