@@ -153,7 +153,6 @@ class Training:
     loop: bool = False  # An own loop instead of `fit`.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
     counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
-    wire_dtype: str | None = None  # Of gradients that are sent, for tfcdo alone.
     name: str = ""
 
 
@@ -227,7 +226,7 @@ _TRAININGS: dict[str, dict[str, Training]] = {
             ),
             data=FAR_FROM_ZERO,
             tolerance=2e-2,
-            wire_dtype="bfloat16",
+            options={"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
         ),
         "`BatchNormalization()`": Training(
             normalized, reason="each replica normalizes its own part, as in Keras"
@@ -377,16 +376,15 @@ def _evaluate(training: Training, model: keras.Model) -> list[float]:
 
 def row(training: Training, library: str) -> Row:
     """Runs a training with one library on all numbers of replicas."""
-    strategy: Any = tf.distribute.MirroredStrategy
-    ops: Any = tf.distribute.ReductionToOneDevice()
+    ops = tf.distribute.ReductionToOneDevice()
+    strategy: Any = partial(tf.distribute.MirroredStrategy, cross_device_ops=ops)
     if library == "tfcdo":
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
         strategy = partial(tfcdo.MirroredStrategy, **training.options)
     found: dict[int, Differences | str] = {}
     for count in training.counts:
         devices = [f"CPU:{index}" for index in range(count)]
         try:
-            found[count] = differences(training, strategy(devices, ops))
+            found[count] = differences(training, strategy(devices))
         except Exception as error:
             found[count] = error_text(error)
     return judge(training, found)

@@ -47,7 +47,7 @@ _CLASSES = 10
 # A small vision transformer: with 6 blocks, 7.5 million parameters or 30 MB of gradients.
 _WIDTH = 320
 _HEADS = 5
-# As many however many devices share them, so that the time of computing is much the same.
+# For all devices together, at least one each: computing takes much the same time on any number.
 _IMAGES_PER_WORKER = 12
 
 

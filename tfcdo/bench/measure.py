@@ -65,11 +65,10 @@ class Implementation:
         """Returns `OURS` or `TENSORFLOW`."""
         return OURS if self.name.startswith(f"{OURS}.") else TENSORFLOW
 
-    @property
-    def wire(self) -> str | None:
-        """Returns the dtype in which float32 and float64 are sent; None for their own."""
+    def wire(self, dtype: str) -> str | None:
+        """Returns the 16-bit dtype in which values of a dtype are sent; None for their own."""
         wire = self._options.wire if self._options else None
-        return wire.dtype if wire else None
+        return wire.dtype if wire and dtype in ("float32", "float64") else None
 
     @property
     def _options(self) -> Options | None:
@@ -89,8 +88,7 @@ class Implementation:
         ours = self._options is not None and self._options.nccl == "always"
         if not ours and not isinstance(self.ops, tf.distribute.NcclAllReduce):
             return None
-        cast = self.wire if dtype in ("float32", "float64") else None
-        status = tfcdo.nccl_status(devices, cast or dtype)
+        status = tfcdo.nccl_status(devices, self.wire(dtype) or dtype)
         return None if status.can_run else str(status)
 
     def check_arguments(self, devices: Sequence[str]) -> None:
@@ -274,7 +272,7 @@ def run(
                 dtype=workload.dtype,
                 wrong=built[name].num_wrong,
                 first_call=built[name].first_call,
-                sent_size=2 * workload.count if one and one.wire else None,
+                sent_size=2 * workload.count if one and one.wire(workload.dtype) else None,
             )
         )
     return found

@@ -232,8 +232,11 @@ def _place(
     # The ports of a host's workers begin with its own.
     split = [address.rpartition(":")[::2] for address in hosts]
     here = workers or 1
-    addresses = tuple(f"{name}:{int(port) + w}" for name, port in split for w in range(here))
-    return Place(addresses, range(index * here, (index + 1) * here), 0, here)
+    addresses = ",".join(f"{name}:{int(port) + w}" for name, port in split for w in range(here))
+    try:
+        return Place(parse_hosts(addresses), range(index * here, (index + 1) * here), 0, here)
+    except ValueError as error:
+        raise click.UsageError(f"--hosts with --workers {here}: {error}") from error
 
 
 def place_in_slurm(variables: Mapping[str, str]) -> Place:
