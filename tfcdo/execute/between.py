@@ -23,7 +23,8 @@ from tfcdo.cluster.protocol import digest
 from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
-from tfcdo.execute import graphless, numerics
+from tfcdo.execute import numerics
+from tfcdo.execute.gradients import JointGradient
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
@@ -34,6 +35,9 @@ from tfcdo.topology.topology import Topology
 # from step to step has a key per size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
 _NUM_SIZES = 127
+# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
+_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
+_ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -121,7 +125,7 @@ def _describe_one_collective(
             str(plans.ValueSpec(one.dtype.name, shape))
             for one, shape in zip(tensors, shapes_of, strict=True)
         ],
-        "device": ", ".join(map(graphless.device_number, devices)),
+        "device": ", ".join(map(device_number, devices)),
         "collectives": 1,
     }
 
@@ -145,8 +149,10 @@ class Marks:
         self._shape = progress.shape_of_times(description["collectives"])
         self._length: int = np.prod(self._shape).item()
         name = digest(description)
-        self._count = graphless.bare_variable(f"progress_{name}", device, tf.int64)
-        self._times = graphless.bare_variable(f"times_{name}", device, tf.float64, [self._length])
+        self._count = tf_internals.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = tf_internals.bare_variable(
+            f"times_{name}", device, tf.float64, [self._length]
+        )
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event as soon as these tensors, and an earlier mark, exist."""
@@ -287,7 +293,7 @@ class Collectives:
             sent = numerics.as_copied(tensor)
             common = {
                 "group_size": self.network.num_hosts,
-                "group_key": graphless.group_key(device),
+                "group_key": _group_key(device),
                 "instance_key": next(self._keys),
                 "communication_hint": self.network.hint,
                 "timeout_seconds": 0.0,
@@ -314,9 +320,9 @@ class Collectives:
                 total = tf.raw_ops.CollectiveReduceV2(
                     input=part,
                     group_size=self.network.num_hosts * len(devices),
-                    group_key=graphless.group_key(*devices),
+                    group_key=_group_key(*devices),
                     instance_key=key,
-                    ordering_token=[graphless.ordering_token(device, line)],
+                    ordering_token=[_ordering_token(device, line)],
                     merge_op="Add",
                     final_op="Id",
                     communication_hint=self.network.hint,
@@ -338,9 +344,9 @@ class Collectives:
         copied = collective(
             input=tensor,
             group_size=self.network.num_hosts,
-            group_key=graphless.group_key(device),
+            group_key=_group_key(device),
             instance_key=self._key(tensor) if key is None else key,
-            ordering_token=[graphless.ordering_token(device, line)],
+            ordering_token=[_ordering_token(device, line)],
             communication_hint=self.network.hint,
         )
         self._marks.mark([copied], after=entered)
@@ -395,8 +401,33 @@ class _RootPeers(CheckedPeers):
         return numerics.from_collective(copied, tensor)
 
 
+@functools.lru_cache(maxsize=1024)
+def device_number(device: str) -> str:
+    """Returns the name of a device on every host, such as "CPU:0"; "" for an unknown device."""
+    if not device:
+        return ""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def _group_key(*devices: str) -> int:
+    """Returns the key of the group of these devices and those with their numbers on other hosts."""
+    spec = tf.DeviceSpec.from_string(devices[0])
+    if len(devices) > 1:
+        return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
+    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
+
+
+def _ordering_token(device: str, line: str = "") -> tf.Tensor:
+    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
+    # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
+    is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+    name = f"order_{device_number(device)}_{line if is_cpu else ''}"
+    return tf_internals.captured(tf_internals.bare_variable(name, device, tf.float32))
+
+
 @functools.cache
-def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> graphless.JointGradient:
+def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradient:
     """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective.
 
     The sums are one of each device, or several of a single device.
@@ -414,4 +445,4 @@ def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> graphless.J
         with tf.device(devices[0]):
             return numerics.like(upstream, totals[0])
 
-    return graphless.JointGradient(gradient)
+    return JointGradient(gradient)

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.exchange import dtypes, rounding
-from tfcdo.execute import graphless
 from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.gradients import with_gradient_of
 from tfcdo.plan.copy_tree import CopyTree
 
 
@@ -160,10 +160,10 @@ class PackCodec:
 
 def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
-    return graphless.with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
+    return with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
 
 
 def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
     # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
-    return graphless.with_gradient_of(rounding.decode(sent, dtype, scale), sent)
+    return with_gradient_of(rounding.decode(sent, dtype, scale), sent)

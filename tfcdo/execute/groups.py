@@ -12,8 +12,8 @@ import tensorflow as tf
 
 from tfcdo import log, tf_internals
 from tfcdo.exchange.protocol import Exchange
-from tfcdo.execute import copy_trees, graphless, interpreter
-from tfcdo.execute.between import Network, begin_collectives
+from tfcdo.execute import copy_trees, interpreter
+from tfcdo.execute.between import Network, begin_collectives, device_number
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
@@ -140,7 +140,7 @@ def grouped(
             op,
             len(devices),
             network.num_hosts if network else 1,
-            tuple(map(graphless.device_number, nodes)),
+            tuple(map(device_number, nodes)),
             requests,
             chosen,
             user,

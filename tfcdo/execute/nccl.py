@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, graphless, numerics
+from tfcdo.execute import copy_trees, numerics
 from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.gradients import JointGradient
 from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import check_device
 
@@ -213,8 +214,8 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
 
 
 @functools.cache
-def _gradient_of_sum(devices: tuple[str, ...]) -> graphless.JointGradient:
-    return graphless.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
+def _gradient_of_sum(devices: tuple[str, ...]) -> JointGradient:
+    return JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
 
 
 def _emit(
@@ -248,7 +249,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     # calls: with one, call such a function once per step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    counter = graphless.bare_variable(_PROCESS, _HOST, tf.int32)
+    counter = tf_internals.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
