@@ -229,17 +229,17 @@ class Collectives:
         with tf.device(device):
             sent = [numerics.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            counts = self.copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
+            [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [rows[tf.newaxis]], [device])
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
             results: dict[int, tf.Tensor] = {}
             for members in groups.values():
-                own = tf.gather(counts, numerics.int64(members), axis=1)
+                own = tf.gather(counts, rounding.int64(*members), axis=1)
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
-                numerics.from_collective(results[index], tensor)
+                numerics.from_collective(results[index], tensor.dtype)
                 for index, tensor in enumerate(tensors)
             ]
 
@@ -255,11 +255,11 @@ class Collectives:
         all_sizes = tf.constant(_SIZES, tf.int64)
         index = tf.reduce_sum(tf.cast(all_sizes < tf.reduce_max(totals), tf.int32))
         size = all_sizes[index]
-        flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
+        flat = tf.concat([rounding.laid_out([tensor]) for tensor in tensors], 0)
         padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
         sent = tf.concat([flat, padding], 0)
         key = next(self._keys) + (index + 1) * NUM_KEYS
-        gathered = self.copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
+        [gathered] = self.emit(tf.raw_ops.CollectiveGatherV2, [sent], [device], key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
@@ -296,7 +296,6 @@ class Collectives:
                 "group_key": _group_key(device),
                 "instance_key": next(self._keys),
                 "communication_hint": self.network.hint,
-                "timeout_seconds": 0.0,
             }
             entered = self._marks.mark([sent])
             if self.network.session.cluster.is_chief:
@@ -306,51 +305,45 @@ class Collectives:
                     T=sent.dtype, shape=tf.shape(sent), **common
                 )
             self._marks.mark([received], after=entered)
-            return numerics.from_collective(received, tensor)
+            return numerics.from_collective(received, tensor.dtype)
 
     def sum(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
         parts = on_each(devices, numerics.as_summed, tensors)
-        entered, key = self._marks.mark(parts), self._key(parts[0])
-        totals = []
-        for part, device in zip(parts, devices, strict=True):
+        reduce = tf.raw_ops.CollectiveReduceV2
+        totals = self.emit(reduce, parts, devices, line, merge_op="Add", final_op="Id")
+        wide = [numerics.upcast_dtype(tensor.dtype) for tensor in tensors]
+        return on_each(devices, numerics.from_collective, totals, wide)
+
+    def emit(
+        self,
+        collective: Callable[..., tf.Tensor],
+        tensors: Sequence[tf.Tensor],
+        devices: Sequence[str],
+        line: str = "",
+        key: tf.Tensor | None = None,
+        **attributes: str,
+    ) -> list[tf.Tensor]:
+        """Emits one collective of some devices of all hosts, in one of the orders of a device."""
+        entered = self._marks.mark(tensors)
+        key = self._key(tensors[0]) if key is None else key
+        results = []
+        for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
-                total = tf.raw_ops.CollectiveReduceV2(
-                    input=part,
+                result = collective(
+                    input=tensor,
                     group_size=self.network.num_hosts * len(devices),
                     group_key=_group_key(*devices),
                     instance_key=key,
                     ordering_token=[_ordering_token(device, line)],
-                    merge_op="Add",
-                    final_op="Id",
                     communication_hint=self.network.hint,
+                    **attributes,
                 )
-                totals.append(total)
-        self._marks.mark(totals, after=entered)
-        return on_each(devices, numerics.from_sum, totals, tensors)
-
-    def copy(
-        self,
-        collective: Callable[..., tf.Tensor],
-        tensor: tf.Tensor,
-        device: str,
-        line: str = "",
-        key: tf.Tensor | None = None,
-    ) -> tf.Tensor:
-        """Emits a collective that only copies a tensor, in one of the orders of a device."""
-        entered = self._marks.mark([tensor])
-        copied = collective(
-            input=tensor,
-            group_size=self.network.num_hosts,
-            group_key=_group_key(device),
-            instance_key=self._key(tensor) if key is None else key,
-            ordering_token=[_ordering_token(device, line)],
-            communication_hint=self.network.hint,
-        )
-        self._marks.mark([copied], after=entered)
-        return copied
+                results.append(result)
+        self._marks.mark(results, after=entered)
+        return results
 
     def _key(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the next key; for a shape that may change, one that few other sizes share."""
@@ -377,28 +370,23 @@ class _RootPeers(CheckedPeers):
 
     def emit(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """Emits a collective; see `CheckedPeers`."""
-        result, shape = self._emitted(kind, tensor, number), tensor.shape
+        # While the second collective of one pack runs, the first one of the next pack does.
+        line, shape = str(number or ""), tensor.shape
+        match kind:
+            case "all_reduce":
+                [result] = self._collectives.sum([tensor], [self._device], line)
+            case "broadcast":
+                result = self._collectives.broadcast(tensor, self._device)
+            case "all_to_all" | "all_gather":
+                is_gather = kind == "all_gather"
+                op = tf.raw_ops.CollectiveGatherV2 if is_gather else tf.raw_ops.CollectiveAllToAllV2
+                sent = [numerics.as_copied(tensor)]
+                [copied] = self._collectives.emit(op, sent, [self._device], line)
+                result = numerics.from_collective(copied, tensor.dtype)
         if kind == "all_gather" and shape.rank and shape[0] is not None:
             shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
         result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
         return result
-
-    def _emitted(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
-        # While the second collective of one pack runs, the first one of the next pack does.
-        line = str(number or "")
-        match kind:
-            case "all_reduce":
-                [total] = self._collectives.sum([tensor], [self._device], line)
-                return total
-            case "broadcast":
-                return self._collectives.broadcast(tensor, self._device)
-            case "all_to_all":
-                op = tf.raw_ops.CollectiveAllToAllV2
-            case "all_gather":
-                op = tf.raw_ops.CollectiveGatherV2
-        sent = numerics.as_copied(tensor)
-        copied = self._collectives.copy(op, sent, self._device, line)
-        return numerics.from_collective(copied, tensor)
 
 
 @functools.lru_cache(maxsize=1024)

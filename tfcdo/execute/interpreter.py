@@ -211,7 +211,7 @@ def _exchanged(
                 for fused, tensor in zip(pack.tensors, total, strict=True)
                 for part in _unfuse(fused, tensor)
             ]
-            given = [tf.reshape(p, numerics.int64(s)) for p, s in zip(parts, spec.shapes)]
+            given = [tf.reshape(p, rounding.int64(*s)) for p, s in zip(parts, spec.shapes)]
     sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
     with tf.device(root):
         for name, variable in variables.items():
@@ -308,7 +308,11 @@ def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     if len(slices) == 1:
         return [value]
-    return list(tf.split(numerics.flatten(value), numerics.int64(part.size for part in slices)))
+    return _split(rounding.laid_out([value]), slices)
+
+
+def _split(flat: tf.Tensor, slices: Sequence[Slice]) -> list[tf.Tensor]:
+    return list(tf.split(flat, rounding.int64(*(part.size for part in slices))))
 
 
 def _fuse(fused: FusedTensor, parts: Mapping[Slice, Any]) -> Any:
@@ -317,7 +321,7 @@ def _fuse(fused: FusedTensor, parts: Mapping[Slice, Any]) -> Any:
         return own[0]
     if fused.stacked:
         return tf.stack(own)
-    return tf.concat([numerics.flatten(part) for part in own], axis=0)
+    return rounding.laid_out(own)
 
 
 def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:
@@ -351,11 +355,11 @@ def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return list(tf.split(tensor, numerics.int64(part.size for part in fused.slices)))
+    return _split(tensor, fused.slices)
 
 
 def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
     """Gives flat parts of a value its shape again; only values of known size are flattened."""
     assert shape is not None
     joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, numerics.int64(shape))
+    return joined if len(shape) == 1 else tf.reshape(joined, rounding.int64(*shape))
