@@ -145,7 +145,7 @@ def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
     if pack.wire is None:
         return None
     residuals = runtime.residuals if pack.wire.error_feedback else None
-    return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), residuals, index)
+    return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), pack.scaled, residuals, index)
 
 
 def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
