@@ -37,10 +37,6 @@ class Runtime:
     remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
-# More all-reduces than a training step, an evaluation step and a few retracings have.
-_MOST = 64
-
-
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """Describes an all-reduce that was put into a graph."""
@@ -50,13 +46,8 @@ class Planned:
     plan: Plan
 
 
-_recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
-
-
-def _remember(plan: Plan, devices: Sequence[str]) -> None:
-    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by."""
-    if not tf.executing_eagerly():
-        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
+# More all-reduces than a training step, an evaluation step and a few retracings have.
+_recent: collections.deque[Planned] = collections.deque(maxlen=64)
 
 
 def recently_planned() -> list[Planned]:
@@ -69,8 +60,8 @@ def run(
 ) -> list[list[Any]]:
     """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
-        if runtime.remembered:
-            _remember(plan, devices)
+        if runtime.remembered and not tf.executing_eagerly():  # Eager ops have no names.
+            _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
         results: list[Held] = []

@@ -72,7 +72,12 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     for name in names:
         if name != "":
             check_device("each of devices", name)
-    problem = _problem_of_devices(names) or _problem_of_dtype(dtype) or _problem_of_function()
+    problem = _problem_of_devices(names) or _problem_of_dtype(dtype)
+    if problem is None and tf_internals.compiled_by_xla():
+        problem = (
+            f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
+            "compile only what is called between the all-reduces",
+        )
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)
@@ -113,15 +118,6 @@ def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
         return None
     names = ", ".join(sorted(known.name for known in taken))
     return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
-
-
-def _problem_of_function() -> tuple[str, str] | None:
-    if not tf_internals.compiled_by_xla():
-        return None
-    return (
-        f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
-        "compile only what is called between the all-reduces",
-    )
 
 
 def _problem_of_physical_devices(
