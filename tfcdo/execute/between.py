@@ -80,24 +80,18 @@ def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None
     if network is None or not plan.packs:
         return None
     _check_gathered(plan)
-    count = plan.num_collectives(lambda names: len(set(map(numerics.dtype_copied, names))))
-    return Collectives(network, {**describe(plan), "collectives": count})
+    return Collectives(network, _describe(plan))
 
 
-_WHAT = {"concat": "gathering", "rows": "all-reduce of slices"}
-
-
-def describe(plan: Plan) -> dict[str, Any]:
+def _describe(plan: Plan) -> dict[str, Any]:
     """Describes a plan to other hosts: its fingerprint, and words that show a difference."""
+    first = plan.packs[0]
+    what = {"concat": "gathering", "rows": "all-reduce of slices"}.get(first.kind, "all-reduce")
     roots = [pack.tree.root if pack.tree else 0 for pack in plan.packs]
-    kind = plan.packs[0].kind if plan.packs else "sum"
-    what = _WHAT.get(kind, "all-reduce")
-    if plan.over_hosts:
-        what = "all-reduce over all devices"
     return {
-        "what": what,
+        "what": "all-reduce over all devices" if plan.over_hosts else what,
         "values": [str(value) for value in plan.values],
-        "mean over": plan.packs[0].root.divide if plan.packs else None,
+        "mean over": first.root.divide,
         "replicas of a host": plan.replicas,
         "packs": [
             f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}, "
@@ -106,6 +100,9 @@ def describe(plan: Plan) -> dict[str, Any]:
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
+        "collectives": plan.num_collectives(
+            lambda names: len(set(map(numerics.dtype_copied, names)))
+        ),
     }
 
 
@@ -118,13 +115,11 @@ def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tenso
 def _describe_one_collective(
     what: str, tensors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> dict[str, Any]:
-    shapes_of = [None if one.shape.rank is None else tuple(one.shape) for one in tensors]
+    shapes = [None if tensor.shape.rank is None else tuple(tensor.shape) for tensor in tensors]
+    dtypes = [tensor.dtype.name for tensor in tensors]
     return {
         "what": what,
-        "values": [
-            str(plans.ValueSpec(one.dtype.name, shape))
-            for one, shape in zip(tensors, shapes_of, strict=True)
-        ],
+        "values": [str(spec) for spec in map(plans.ValueSpec, dtypes, shapes)],
         "device": ", ".join(map(device_number, devices)),
         "collectives": 1,
     }
@@ -278,8 +273,7 @@ class Collectives:
         with tf.device(device):
             turns = [numerics.axis_first(tf.rank(tensor), axis) for tensor in tensors]
             first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
-        gathered = self.all_gather(first, device)
-        with tf.device(device):
+            gathered = self.all_gather(first, device)
             results = []
             for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
                 result = tf.transpose(rows, back)
