@@ -73,7 +73,7 @@ def cast(value: Any, dtype: tf.DType, device: str) -> Any:
         return tf.cast(value, dtype)
 
 
-def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
+def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
