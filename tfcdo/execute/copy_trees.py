@@ -37,9 +37,10 @@ def reduce_up(
     for node in tree.bottom_up:
         with tf.device(devices[node]):
             children = [child for child in tree.children[node] if partial[child] is not None]
-            for child in children if codec else ():
-                with tf.name_scope(f"receive/{child}to{node}"):
-                    partial[child] = codec.decode(partial[child])  # type: ignore[union-attr]
+            if codec is not None:
+                for child in children:
+                    with tf.name_scope(f"receive/{child}to{node}"):
+                        partial[child] = codec.decode(partial[child])
             if children or node == tree.root:
                 parts = [partial[n] for n in sorted([node, *children]) if partial[n] is not None]
                 name = f"reduce/{'and'.join(map(str, children))}to{node}"

@@ -164,7 +164,10 @@ def _request(
     exchange = None
     if options.between is not None and not (exact or op == "gather" or spec.rows):
         exchange = options.between.exchange_of(reduction.path, spec)
-    return Request(spec, _nodes_of(reduction, nodes), exact, exchange, reduction.owner)
+    to = tuple(range(len(reduction.devices)))  # In the order of the destinations.
+    if reduction.devices != reduction.destinations:
+        to = tuple(map(nodes.index, reduction.destinations))
+    return Request(spec, to, exact, exchange, reduction.owner)
 
 
 def _spec(op: str, reduction: Reduction, as_rows: bool) -> ValueSpec:
@@ -182,13 +185,6 @@ def _spec(op: str, reduction: Reduction, as_rows: bool) -> ValueSpec:
     ):
         sizes = None  # Its size counts as known only if it is known of all replicas.
     return ValueSpec(first.dtype.name, sizes, table=reduction.is_sparse)
-
-
-def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Returns the nodes of a reduction's destinations, in their order."""
-    if reduction.devices == reduction.destinations:
-        return tuple(range(len(reduction.devices)))
-    return tuple(nodes.index(device) for device in reduction.destinations)
 
 
 def _eager_function(
