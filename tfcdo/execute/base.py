@@ -165,11 +165,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
         parts = tf.nest.flatten(value, expand_composites=True)
-        copies = []
-        for device in devices:
-            copied = copy_trees.copy(parts, device)
-            copies.append(tf.nest.pack_sequence_as(value, copied, expand_composites=True))
-        return tf_internals.mirrored(copies)
+        copies = [copy_trees.copy(parts, device) for device in devices]
+        return tf_internals.mirrored(
+            [tf.nest.pack_sequence_as(value, each, expand_composites=True) for each in copies]
+        )
 
     def explain(
         self,
