@@ -116,8 +116,8 @@ class SummaryTest(parameterized.TestCase):
             [identity(each) for each in exchanges],
             [
                 "tfcdo.exchange.casts.Cast(dtype='float16', error_feedback=True)",
-                "tfcdo.exchange.fewer_values.PowerSGD(rank=4, error_feedback=True, start_step=0)",
-                "tfcdo.exchange.fewer_values.TopK(fraction=0.5, error_feedback=True)",
+                "tfcdo.exchange.compression.PowerSGD(rank=4, error_feedback=True, start_step=0)",
+                "tfcdo.exchange.compression.TopK(fraction=0.5, error_feedback=True)",
             ],
         )
 

@@ -15,8 +15,6 @@ import numpy as np
 from tfcdo.exchange import dtypes
 
 _SECONDS = 60.0  # To wait for the other threads; only an exchange that hangs needs them.
-# A file that was renamed keeps its name here: names of states in checkpoints depend on it.
-_NAMES_OF_MODULES = {"tfcdo.exchange.compression": "tfcdo.exchange.fewer_values"}
 Kind = Literal["all_reduce", "all_to_all", "all_gather", "broadcast"]
 
 
@@ -262,8 +260,8 @@ SUM = Sum()
 
 def identity(exchange: Exchange) -> str:
     """Returns the class and arguments of an exchange: equal text for equal ones on any host."""
-    module = type(exchange).__module__
-    return f"{_NAMES_OF_MODULES.get(module, module)}.{exchange!r}"
+    # Names of states in checkpoints depend on it.
+    return f"{type(exchange).__module__}.{exchange!r}"
 
 
 class Rehearsal:
