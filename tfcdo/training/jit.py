@@ -108,15 +108,19 @@ def _run(step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any)
         return outputs, trace.gradients
 
     name = _name(step)
+    reason: str | None = None
     try:
         compiled = tf.function(traced, jit_compile=True, autograph=False)
         # Traced before it is called: a call could not be taken back.
         function = compiled.get_concrete_function(*args, **kwargs)
         _check_last_use(function, traces[0], optimizer)
-    except (_NotCompiledError, RuntimeError) as error:
-        reason = _reason(error)
-        if reason is None:
+    except _NotCompiledError as error:
+        reason = str(error)
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
             raise
+        reason = "its replicas meet in it"
+    if reason is not None:
         if reason:
             log.warn_once(
                 f"jit_compile=True: XLA does not compile {name}, because {reason}; compile parts "
@@ -158,10 +162,3 @@ def _name(step: Callable[..., Any]) -> str:
     name = getattr(step, "__name__", repr(step))
     owner = getattr(getattr(step, "__self__", None), "name", None)
     return f"{owner}.{name}" if owner else name
-
-
-def _reason(error: Exception) -> str | None:
-    """Returns why a step is run without XLA; None if the error is another one."""
-    if isinstance(error, _NotCompiledError):
-        return str(error)
-    return "its replicas meet in it" if "merge_call" in str(error) else None
