@@ -30,27 +30,18 @@ _IS_OUTER = "tfcdo_is_outer"
 
 
 class OuterState(tf.Module):
-    """The outer loop's state for one optimizer that updates variables by itself.
-
-    Attributes:
-      trained: the parameters; between two exchanges each host has its own.
-      common: parameters of the last exchange, once steps have followed it; equal on all hosts.
-      optimizer: the outer optimizer, which updates `common`.
-      steps: the number of steps since all hosts were known to have the same parameters; 0 if they
-        have, so that `common` begins with these.
-      examples: of each fragment, how many examples this host has trained since its exchange.
-      overlaps: whether fragments are exchanged while the next step is computed.
-    """
+    """The outer loop's state for one optimizer that updates variables by itself."""
 
     def __init__(self, settings: DiLoCo, leaf: Any, variables: Sequence[Any]) -> None:
         super().__init__()
         self.period = settings.every * (leaf.gradient_accumulation_steps or 1)
         self.interval = self.period // settings.fragments
-        self.trained = tuple(variables)
+        self.trained = tuple(variables)  # Between two exchanges each host has its own.
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = deal_owners(sizes, settings.fragments)
-        self.overlaps = settings.fragments > 1
+        self.overlaps = settings.fragments > 1  # Exchanges run while the next step is computed.
         make = settings.optimizer or _DEFAULT
+        # Parameters of the last exchange, once steps have followed it; equal on all hosts.
         self.common = [
             # With trainable=False it would be a statistic, whose value differs between replicas.
             keras.Variable(
@@ -58,12 +49,15 @@ class OuterState(tf.Module):
             )
             for one in self.trained
         ]
+        # It updates the common parameters.
         self.optimizer = keras.optimizers.get(make() if callable(make) else make)
         setattr(self.optimizer, _IS_OUTER, True)
         _agree(self.optimizer)
         self.optimizer.build(self.common)
         integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
+        # Since all hosts were known to have the same parameters, with which `common` then begins.
         self.steps = integer(shape=(), name="outer_steps")
+        # Of each fragment, how many examples this host has trained since its exchange.
         self.examples = integer(shape=(settings.fragments,), name="outer_examples")
         self._exchange = tf.function(self.exchange, autograph=False)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -222,10 +223,7 @@ class ReplicaExtended:
             own = list(step.on_each(devices, parts.rows_of, batch).values)
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
-        total = sum(rows) if isinstance(rows[0], int) else tf.add_n([tf.identity(r) for r in rows])
-        befores = [0 * rows[0]]
-        for count in rows:
-            befores.append(befores[-1] + count)
+        *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
         return [
             ReplicaStep(index, replicas, rows[first + index], befores[first + index], total)
             for index in range(len(devices))
@@ -238,11 +236,12 @@ class ReplicaExtended:
         """Returns the numbers of all hosts' replicas; `own` are the numbers of this host's."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
-
-        def in_its_place(replica: int, count: tf.Tensor) -> tf.Tensor:
-            return tf.one_hot(replica, replicas, dtype=tf.int64) * count
-
-        value = step.on_each(devices, in_its_place, range(first, first + len(own)), own)
+        value = step.on_each(
+            devices,
+            lambda replica, count: tf.one_hot(replica, replicas, dtype=tf.int64) * count,
+            range(first, first + len(own)),
+            own,
+        )
         of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
         return list(tf.unstack(tf_internals.components(of_all)[0], replicas))
 

@@ -92,7 +92,7 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
         return
     have = [tf.cast(here.rows, tf.int64) > 0 for here in steps]
 
-    def take() -> tf.Tensor:
+    def take() -> None:
         for variable in statistics:
             parts, weights = [], [tf.cast(one, tf.float64) for one in have]
             for component, weight in zip(variable.values, weights, strict=True):
@@ -100,10 +100,9 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
             mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
             own = [component.read_value() for component in variable.values]
             step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
-        return tf.constant(True)
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
-    tf.cond(some_empty, take, lambda: tf.constant(False))
+    tf.cond(some_empty, take, lambda: None)
 
 
 def synchronize(model: keras.Model) -> None:
