@@ -22,9 +22,11 @@ from tfcdo.training.step import ReplicaStep
 class ReducesStructures:
     """Has a strategy run Keras's steps, and reduce and gather structures of values."""
 
+    extended: Any  # TensorFlow sets it.
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        alone = step.is_host_alone() or self.extended.outer is not None  # type: ignore[attr-defined]
+        alone = step.is_host_alone() or self.extended.outer is not None
         with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
@@ -40,16 +42,16 @@ class ReducesStructures:
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Concatenates a value, or each of a structure of values over the replicas, in one go."""
-        extended = self.extended  # type: ignore[attr-defined]
         flat = tf.nest.flatten(value)
         on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.nest.is_nested(value) or not flat or on_replica:
             # One value as TensorFlow has it; on a replica, its error. On several hosts the code
             # below would take a replica's tensor for a component, and gather it.
             return super().gather(value, axis)  # type: ignore[misc]
-        device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
-        gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
-        return tf.nest.pack_sequence_as(value, [extended._local_results(g)[0] for g in gathered])
+        device = tf_internals.current_device() or self.extended._default_device or "/device:CPU:0"
+        gathered = self.extended._batch_gather_to([(one, device) for one in flat], axis)
+        results = [self.extended._local_results(one)[0] for one in gathered]
+        return tf.nest.pack_sequence_as(value, results)
 
     def state_bytes(self, optimizer: Any) -> dict[str, int]:
         """Returns the bytes of an optimizer's variables on each device of this host.
@@ -105,27 +107,25 @@ class ReducesStructures:
           >>> tfcdo.MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
           1
         """
-        extended = self.extended  # type: ignore[attr-defined]
-        ops = extended._cross_device_ops
+        ops = self.extended._cross_device_ops
         if not isinstance(ops, ConfiguredCrossDeviceOps):
             raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
         if shard_optimizer_state is None:
-            shard_optimizer_state = extended.shard_optimizer_state
-        return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
+            shard_optimizer_state = self.extended.shard_optimizer_state
+        return ops.explain(shapes, dtype, self.extended.worker_devices, shard_optimizer_state)
 
 
 def _is_scalar(value: Any) -> bool:
-    component = tf_internals.components(value)[0]
-    shape = getattr(component, "shape", None)
-    return isinstance(component, (int, float, complex)) or (
-        shape is not None and tf.TensorShape(shape).rank == 0
-    )
+    # Python's numbers have no shape.
+    shape = tf.TensorShape(getattr(tf_internals.components(value)[0], "shape", ()))
+    return bool(shape.rank == 0)
 
 
 class ReplicaExtended:
     """Starts a step on all replicas or on none, and lets each replica work alone in it."""
 
-    sums_once = True  # For `updates`.
+    worker_devices: tuple[str, ...]  # TensorFlow has them.
+    sums_once = True  # For `step.is_ours`.
     shard_optimizer_state = False
     synchronize_batch_norm = False
     checks_in_sync = False
@@ -147,8 +147,7 @@ class ReplicaExtended:
         is_keras = step.method_of_keras() is not None
         is_divided = is_keras and self._is_to_divide((args, kwargs))
         if is_divided:
-            devices = self.worker_devices  # type: ignore[attr-defined]
-            args, kwargs = parts.of_one_batch((args, kwargs), devices)
+            args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
         several = replicas > 1 or self.outer is not None
         steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
@@ -174,7 +173,7 @@ class ReplicaExtended:
 
     def _is_to_divide(self, batch: Any) -> bool:
         """Returns whether a batch is no dataset's, such as `train_on_batch`'s."""
-        several = len(self.worker_devices) > 1  # type: ignore[attr-defined]
+        several = len(self.worker_devices) > 1
         values = tf.nest.flatten(batch)
         return several and not any(isinstance(v, tf_internals.DistributedValues) for v in values)
 
@@ -197,7 +196,7 @@ class ReplicaExtended:
 
     def _steps(self, args: Any, kwargs: Any, is_divided: bool) -> list[ReplicaStep]:
         """Returns each replica's view of a step that begins with these arguments."""
-        devices = self.worker_devices  # type: ignore[attr-defined]
+        devices = self.worker_devices
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         views = [ReplicaStep(index, replicas) for index in range(len(devices))]
         batch = next(
@@ -235,7 +234,7 @@ class ReplicaExtended:
     def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the numbers of all hosts' replicas; `own` are the numbers of this host's."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
-        first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
+        first, devices = self._first_replica(), self.worker_devices
         value = step.on_each(
             devices,
             lambda replica, count: tf.one_hot(replica, replicas, dtype=tf.int64) * count,
@@ -247,14 +246,13 @@ class ReplicaExtended:
 
     def _batch(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the replicas' components of a value if these are rows; else None."""
-        distributed = isinstance(value, tf_internals.DistributedValues)
-        alone = len(self.worker_devices) == 1  # type: ignore[attr-defined]
         components = tf_internals.components(value)
-        if not distributed and not alone:
-            return None
-        if any(not tf.is_tensor(one) or tf_internals.is_variable(one) for one in components):
-            return None
-        return components if all(one.shape.rank for one in components) else None
+        of_each = len(components) == len(self.worker_devices)
+        are_rows = all(
+            tf.is_tensor(one) and not tf_internals.is_variable(one) and one.shape.rank
+            for one in components
+        )
+        return components if of_each and are_rows else None
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if not self._use_merge_call():
@@ -284,9 +282,9 @@ class ReplicaExtended:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
 
-    def batch_gather(self, values: Sequence[Any], axis: int) -> list[Any]:
-        """Concatenates each value over all replicas, for all replicas."""
-        return list(self._batch_gather_to([(one, one) for one in values], axis))
+    def gather_rows(self, values: Sequence[Any]) -> list[Any]:
+        """Concatenates the rows of each value over all replicas, for all replicas."""
+        return list(self._batch_gather_to([(one, one) for one in values], 0))
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
@@ -305,11 +303,10 @@ class ReplicaExtended:
     def _with_default_device(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known."""
         # Arguments of a traced function have no device yet.
-        if isinstance(destinations, tf_internals.DistributedValues):
+        if isinstance(destinations, (str, tf_internals.DistributedValues)):
             return destinations
-        named = destinations if isinstance(destinations, str) else None
-        known = named or request.known_device(destinations)
-        return destinations if known else self.worker_devices[0]  # type: ignore[attr-defined]
+        known = request.known_device(destinations)
+        return destinations if known else self.worker_devices[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -320,8 +317,7 @@ class ReplicaExtended:
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
             return distribute(dataset, options)
-        count = len(self.worker_devices)  # type: ignore[attr-defined]
-        own = parts.cut(dataset, self._first_replica(), count, replicas)
+        own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 
 

@@ -135,11 +135,8 @@ def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
 
 
 def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    def gather(strategy: tf.distribute.Strategy, values: Any) -> Any:
-        return strategy.extended.batch_gather(values, 0)
-
-    gathered: list[tf.Tensor] = tf.distribute.get_replica_context().merge_call(gather, [values])
-    return gathered
+    context = tf.distribute.get_replica_context()
+    return list(context.merge_call(lambda s, values: s.extended.gather_rows(values), [values]))
 
 
 def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Tensor:

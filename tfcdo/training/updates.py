@@ -108,7 +108,7 @@ def _largest(
         on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
         for i in at
     ]
-    of_all = strategy.extended.batch_gather(rows, 0)
+    of_all = strategy.extended.gather_rows(rows)
     largest = (
         on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
     )
