@@ -33,7 +33,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     if not grads:
         return own(grads, variables)
     if here.trace is not None:
-        return here.trace.defer(grads, variables)
+        return here.trace.defer(optimizer, own, grads, variables)
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
