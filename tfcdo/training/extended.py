@@ -204,28 +204,26 @@ class ReplicaExtended:
         )
         if batch is None:
             return views
-        static = {component.shape[0] for component in batch}
+        static = [component.shape[0] for component in batch]
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
         # its function; an argument of a function has the shapes of this host's part.
         is_fit = step.method_of_keras() == "fit" and not is_divided
-        of_dataset = is_fit and not tf.executing_eagerly()
-        if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
-            count = int(static.pop())
+        of_dataset = is_fit and not tf.executing_eagerly() and len(set(static)) == 1
+        if None not in static and (hosts == 1 or of_dataset):
+            rows = static * hosts
             joined = session.current()
             if hosts > 1 and joined is not None:
-                joined.agree({"what": "a step of fit", "examples of a replica": count})
-            rows = [count] * replicas
-        elif hosts == 1 and None not in static:
-            rows = [int(component.shape[0]) for component in batch]
+                joined.agree({"what": "a step of fit", "examples of a replica": rows[0]})
         else:
             own = list(step.on_each(devices, parts.rows_of, batch).values)
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
+        is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
         *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
         return [
-            ReplicaStep(index, replicas, rows[first + index], befores[first + index], total)
-            for index in range(len(devices))
+            ReplicaStep(index, replicas, rows[at], befores[at], total, is_even)
+            for index, at in enumerate(range(first, first + len(devices)))
         ]
 
     def _first_replica(self) -> int:

@@ -33,6 +33,7 @@ class ReplicaStep:
     rows: Any = None  # The number of this replica's examples.
     before: Any = None  # The number of examples on the replicas before it.
     total: Any = None  # The number of examples on all replicas.
+    is_even: bool = False  # All replicas are known to have equally many examples, at least one.
     # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
     alone: bool = False  # Nothing may meet the other replicas.
@@ -43,11 +44,6 @@ class ReplicaStep:
     written: dict[int, list[Any]] | None = None
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
-
-    @property
-    def is_even(self) -> bool:
-        """Returns whether all replicas are known to have equally many examples, at least one."""
-        return isinstance(self.rows, int) and 0 < self.rows * self.replicas == self.total
 
     @property
     def can_be_empty(self) -> bool:

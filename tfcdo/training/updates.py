@@ -164,14 +164,13 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
 def _finite_on_all(grads: list[Any]) -> list[Any]:
     """Returns gradients, one of them NaN if another replica has one that is not finite."""
     # A LossScaleOptimizer looks for such gradients on each replica, before they are summed.
-    at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
-    if at is None:
-        at = next(i for i, g in enumerate(grads) if g is not None)
-        grads[at] = tf.convert_to_tensor(grads[at])
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if not present:
+        return grads  # Keras raises the error.
+    at = min(present, key=lambda i: isinstance(grads[i], tf.IndexedSlices))
+    grads[at] = tf.convert_to_tensor(grads[at])
     finite = [
-        tf.reduce_all(tf.math.is_finite(getattr(grad, "values", grad)))
-        for grad in grads
-        if grad is not None
+        tf.reduce_all(tf.math.is_finite(getattr(grads[i], "values", grads[i]))) for i in present
     ]
     failures = step.summed(tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
     nan = tf.constant(float("nan"), grads[at].dtype)
