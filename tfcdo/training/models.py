@@ -59,9 +59,17 @@ def install() -> None:
     for name in ("set_weights", "load_weights"):
         extend(keras.Model, name, _begin_outer_again)
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
-    losses.install()
-    draws.install()
-    statistics.install()
+    for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
+        extend(keras_internals.RANDOM, name, draws.whole_batch)
+    for name in ("dropout", "uniform", "normal"):
+        extend(keras_internals.RANDOM, name, getattr(draws, name))
+    extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
+    extend(keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled)
+    extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
+    extend(keras_internals.LOSSES, "apply_mask", losses.masked)
+    extend(keras_internals.CompileLoss, "call", losses.compiled)
+    extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
+    extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:

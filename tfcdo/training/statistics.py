@@ -126,20 +126,14 @@ def synchronize(model: keras.Model) -> None:
         step.assign(variable.value, [tf.reshape(mean, variable.shape)] * len(devices))
 
 
-def install() -> None:
-    """Puts these functions before the methods of `BatchNormalization`."""
-    layer = keras.layers.BatchNormalization
-    keras_internals.extend(layer, "build", _build_layer)
-    keras_internals.extend(layer, "_moments", _moments)
-
-
-def _build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+def build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Has a `BatchNormalization` normalize over the whole batch, if its strategy wants that."""
     if getattr(tf.distribute.get_strategy().extended, "synchronize_batch_norm", False):
         layer.synchronized = True
     own(layer, *args, **kwargs)
 
 
-def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     """Stands for `_moments`: mean and variance of the examples of all replicas, if asked for."""
     here = step.current_several()
     if here is None or not layer.synchronized:
