@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -213,8 +213,11 @@ def states_of(optimizer: Any) -> list[OuterState]:
     return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
 
 
-def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any], Any]) -> Any:
-    """Calls an optimizer's update on this replica, and meets other hosts if it is time to."""
+def apply(
+    optimizer: Any, own: updates.Call, grads: Sequence[Any], variables: Sequence[Any] | None
+) -> Any:
+    """Applies gradients of this replica as `updates` does; meets other hosts if it is time to."""
+    update = functools.partial(updates.apply, optimizer, own, grads)
     here, strategy = step.current(), tf.distribute.get_strategy()
     outer = getattr(strategy.extended, "outer", None)
     if outer is None or here is None or here.alone or here.applies or here.trace is not None:
@@ -233,12 +236,10 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any
         step.change_all(applies=True)
 
     def end(strategy: tf.distribute.Strategy) -> None:
-        step.change_all(applies=False)
-        steps = step.all_running()
-        assert steps is not None
-        for state, own in zip(states_of(optimizer), begun, strict=True):
+        total = step.change_all(applies=False)[0].total
+        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
             # Without a batch, hosts count the same.
-            state.end(strategy, 1 if steps[0].total is None else steps[0].total, own)
+            state.end(strategy, 1 if total is None else total, exchanges)
 
     context.merge_call(begin)
     with step.changed(applies=True):

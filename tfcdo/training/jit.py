@@ -139,8 +139,7 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     )
     outputs, gradients = function(*args, **kwargs)
     if trace.own:
-        update = functools.partial(updates.apply, trace.optimizer, trace.own, gradients)
-        diloco.apply(trace.optimizer, trace.variables, update)
+        diloco.apply(trace.optimizer, trace.own, gradients, trace.variables)
     return outputs
 
 

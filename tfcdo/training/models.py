@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -73,8 +73,7 @@ def install() -> None:
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    update = functools.partial(updates.apply, optimizer, functools.partial(own, optimizer), grads)
-    return diloco.apply(optimizer, trainable_variables, update)
+    return diloco.apply(optimizer, functools.partial(own, optimizer), grads, trainable_variables)
 
 
 def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:

@@ -140,10 +140,11 @@ def all_running() -> Sequence[ReplicaStep] | None:
     return _LOCAL.steps
 
 
-def change_all(**changes: Any) -> None:
-    """Changes attributes of the steps of all replicas, from where these meet to the step's end."""
+def change_all(**changes: Any) -> Sequence[ReplicaStep]:
+    """Changes and returns all replicas' steps, from where these meet to the step's end."""
     assert _LOCAL.steps is not None
     _LOCAL.steps = [dataclasses.replace(one, **changes) for one in _LOCAL.steps]
+    return _LOCAL.steps
 
 
 def is_host_alone() -> bool:
