@@ -22,7 +22,7 @@ from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.plan.packing import deal_owners
 from tfcdo.training import step, updates
-from tfcdo.training.step import SUM, ReplicaStep
+from tfcdo.training.step import SUM, ReplicaStep, components
 
 _DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
 _STATE = "tfcdo_outer"  # An attribute of Keras's optimizer, so that checkpoints of it have it.
@@ -69,14 +69,14 @@ class OuterState(tf.Module):
     @property
     def num_steps(self) -> int:
         """Returns the number of steps since all hosts were known to have the same parameters."""
-        return int(_components(self.steps)[0].numpy())
+        return int(components(self.steps)[0].numpy())
 
     def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
         """Begins a step: remembers the parameters if all hosts have the same.
 
         Returns the arguments for `end` of each fragment that is exchanged during this step.
         """
-        done = _components(self.steps)[0].read_value()
+        done = components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
         begun: dict[int, Any] = {}
         for fragment in self._all_fragments() if self.overlaps else ():
@@ -88,12 +88,12 @@ class OuterState(tf.Module):
 
     def end(self, strategy: tf.distribute.Strategy, rows: Any, begun: Mapping[int, Any]) -> None:
         """Counts a step, and ends or makes the exchanges whose time it is."""
-        for component in _components(self.steps):
+        for component in components(self.steps):
             component.assign_add(1)
-        for component in _components(self.examples):
+        for component in components(self.examples):
             with tf.device(component.device):
                 component.assign_add(tf.fill(component.shape, tf.cast(rows, tf.int64)))
-        done = _components(self.steps)[0].read_value()
+        done = components(self.steps)[0].read_value()
         for fragment in self._all_fragments():
             if self.overlaps:
                 is_due, (means, sent) = begun[fragment]
@@ -114,8 +114,8 @@ class OuterState(tf.Module):
     def begin_again(self) -> None:
         """Notes that all hosts have the same parameters."""
         for variable in (self.steps, self.examples):
-            parts = _components(variable)
-            step.assign(variable.value, [tf.zeros_like(part) for part in parts])
+            parts = components(variable)
+            step.assign(variable, [tf.zeros_like(part) for part in parts])
 
     def _all_fragments(self) -> list[int]:
         return sorted(set(self.fragments))
@@ -141,7 +141,7 @@ class OuterState(tf.Module):
         trained, common = self._of(fragment)
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
-            examples = _components(self.examples)[0][fragment]
+            examples = components(self.examples)[0][fragment]
         counts = step.of_host(examples, devices)
         with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
@@ -149,9 +149,9 @@ class OuterState(tf.Module):
             # A host counts by its examples, so that each example counts the same.
             of_all = tf_internals.components(total)[0]
             share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
-            own = [_components(one)[0].read_value() for one in trained]
+            own = [components(one)[0].read_value() for one in trained]
             changes = [
-                (_components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
+                (components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
                 for before, now in zip(common, own, strict=True)
             ]
         differences = [step.of_host(change, devices) for change in changes]
@@ -177,13 +177,13 @@ class OuterState(tf.Module):
         grads = updates.unified(strategy, means, common)
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
-            for given, component in zip(_components(source), _components(target), strict=True):
+            for given, component in zip(components(source), components(target), strict=True):
                 with tf.device(component.device):
                     value = tf.cast(given.read_value(), component.dtype)
                     if self.overlaps:
                         value += component.read_value() - tf.ensure_shape(before, component.shape)
                     component.assign(value)
-        for component in _components(self.examples):
+        for component in components(self.examples):
             with tf.device(component.device):
                 is_other = tf.range(component.shape[0]) != fragment
                 left = tf.cast(rows, tf.int64)
@@ -264,7 +264,7 @@ def common_parameters(model: Any) -> Iterator[None]:
     own = []
     for state in states:
         for variable in state.trained:
-            own.append((variable.value, [one.read_value() for one in _components(variable)]))
+            own.append((variable.value, [one.read_value() for one in components(variable)]))
         _copy(state.common, state.trained)
     try:
         yield
@@ -281,12 +281,7 @@ def _agree(optimizer: Any) -> None:
         joined.agree({"what": "outer optimizer", "config": json.dumps(config, default=str)})
 
 
-def _components(variable: Any) -> tuple[Any, ...]:
-    """Returns a Keras variable's components on the devices of this host."""
-    return tf_internals.components(keras_internals.value_of(variable))
-
-
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     """Gives variables the values of others, on each device of this host."""
     for source, target in zip(sources, targets, strict=True):
-        step.assign(target.value, [one.read_value() for one in _components(source)])
+        step.assign(target, [one.read_value() for one in components(source)])

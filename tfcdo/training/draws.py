@@ -87,8 +87,7 @@ def whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    own = here.present_rows
-    per_row = rows // (tf.cast(own, rows.dtype) if tf.is_tensor(rows) else own)
+    per_row = rows // _as(here.present_rows, rows)
     total = _as(here.total, per_row) * per_row
     before = _as(here.before, per_row) * per_row
     return draw([total, *others], *args)[before : before + rows]
@@ -124,18 +123,12 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     """Draws this replica's rows of an op's numbers for the whole batch."""
     seed = keras_internals.seed_of(seed)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
-
-        def draw(shape: Any) -> tf.Tensor:
-            return op(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
-
-        drawn = _taken(here, draw, shape)
-    else:
-        shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
-        size = tf.reduce_prod(shape)
-        start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
-        extra = start % 4
-        moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
-        drawn = op(shape=[size + extra], key=key, counter=moved, alg=_PHILOX, dtype=dtype)
-        drawn = tf.reshape(drawn[extra:], shape)
-    return drawn
+        return _taken(here, lambda whole: draw(shape=whole), shape)
+    shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
+    size = tf.reduce_prod(shape)
+    start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
+    extra = start % 4
+    moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
+    return tf.reshape(draw(shape=[size + extra], counter=moved)[extra:], shape)

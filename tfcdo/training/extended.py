@@ -70,7 +70,7 @@ class ReducesStructures:
         """
         held: dict[str, int] = {}
         for variable in optimizer.variables if optimizer.built else ():
-            for component in tf_internals.components(keras_internals.value_of(variable)):
+            for component in step.components(variable):
                 num_bytes = component.shape.num_elements() * component.dtype.size
                 held[component.device] = held.get(component.device, 0) + num_bytes
         return dict(sorted(held.items()))

@@ -148,10 +148,7 @@ def _check_last_use(function: Any, trace: Trace) -> None:
     if trace.variables is None:
         return
     updated = [*trace.variables, *trace.optimizer.variables]
-    values = list(map(keras_internals.value_of, updated))
-    handles = {
-        id(component.handle) for value in values for component in getattr(value, "values", (value,))
-    }
+    handles = {id(one.handle) for variable in updated for one in running.components(variable)}
     captured = function.captured_inputs
     inner = function.inputs[len(function.inputs) - len(captured) :]
     changed = {

@@ -123,7 +123,7 @@ def synchronize(model: keras.Model) -> None:
         means = strategy.reduce("MEAN", of_replicas, axis=None)
     sizes = [variable.value.shape.num_elements() for variable in variables]
     for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
-        step.assign(variable.value, [tf.reshape(mean, variable.shape)] * len(devices))
+        step.assign(variable, [tf.reshape(mean, variable.shape)] * len(devices))
 
 
 def build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

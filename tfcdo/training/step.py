@@ -14,7 +14,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
+from tfcdo import keras_internals, tf_internals
 from tfcdo.execute import graphless, numerics
 
 SUM = tf.distribute.ReduceOp.SUM
@@ -213,8 +213,13 @@ def summed(value: Any) -> tf.Tensor:
 _SUMMED = graphless.Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
 
 
+def components(variable: Any) -> tuple[Any, ...]:
+    """Returns the components of a variable, also of Keras's, on the devices of this host."""
+    return tf_internals.components(keras_internals.value_of(variable))
+
+
 def assign(variable: Any, values: Sequence[Any]) -> None:
-    """Gives each component of a variable a value, on its device."""
-    for component, value in zip(tf_internals.components(variable), values, strict=True):
+    """Gives each component of a variable, also of Keras's, a value, on its device."""
+    for component, value in zip(components(variable), values, strict=True):
         with tf.device(component.device):
             component.assign(tf.cast(value, component.dtype))
