@@ -26,7 +26,7 @@ class ReducesStructures:
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        alone = step.is_host_alone() or self.extended.outer is not None
+        alone = step.now.host_alone or self.extended.outer is not None
         with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
@@ -141,10 +141,10 @@ class ReplicaExtended:
         args, kwargs = args or (), kwargs or {}
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._run_function(run, fn, args, kwargs)
-        meeting = step.all_running()
+        meeting = step.now.steps
         if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
-        is_keras = step.method_of_keras() is not None
+        is_keras = step.now.method is not None
         is_divided = is_keras and self._is_to_divide((args, kwargs))
         if is_divided:
             args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
@@ -208,7 +208,7 @@ class ReplicaExtended:
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
         # its function; an argument of a function has the shapes of this host's part.
-        is_fit = step.method_of_keras() == "fit" and not is_divided
+        is_fit = step.now.method == "fit" and not is_divided
         of_dataset = is_fit and not tf.executing_eagerly() and len(set(static)) == 1
         if None not in static and (hosts == 1 or of_dataset):
             rows = static * hosts
@@ -321,7 +321,7 @@ class ReplicaExtended:
 
 def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
     """Returns a function that enters the step of the replica that calls it."""
-    alone = step.is_host_alone()
+    alone = step.now.host_alone
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:

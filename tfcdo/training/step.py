@@ -108,22 +108,23 @@ class ReplicaStep:
         return tf.where(self.has_rows, value, tf.zeros([], value.dtype))
 
 
-class _Local(threading.local):
+class _Now(threading.local):
     """What a thread runs now."""
 
     # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
-    step: ReplicaStep | None = None  # Its replica's.
-    steps: Sequence[ReplicaStep] | None = None  # In the thread that starts them, all replicas'.
+    step: ReplicaStep | None = None  # In a replica's thread.
+    # Of all replicas of this host, where these meet during a step.
+    steps: Sequence[ReplicaStep] | None = None
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
 
 
-_LOCAL = _Local()
+now = _Now()
 
 
 def current() -> ReplicaStep | None:
     """Returns the step that this thread's replica runs; None outside of a step."""
-    return _LOCAL.step
+    return now.step
 
 
 def current_several() -> ReplicaStep | None:
@@ -135,37 +136,22 @@ def current_several() -> ReplicaStep | None:
     return step if step.replicas > 1 or step.can_be_empty else None
 
 
-def all_running() -> Sequence[ReplicaStep] | None:
-    """Returns the steps of all replicas of this host, where these meet during a step; else None."""
-    return _LOCAL.steps
-
-
 def change_all(**changes: Any) -> Sequence[ReplicaStep]:
     """Changes and returns all replicas' steps, from where these meet to the step's end."""
-    assert _LOCAL.steps is not None
-    _LOCAL.steps = [dataclasses.replace(one, **changes) for one in _LOCAL.steps]
-    return _LOCAL.steps
-
-
-def is_host_alone() -> bool:
-    """Returns whether this host trains alone now."""
-    return _LOCAL.host_alone
-
-
-def method_of_keras() -> str | None:
-    """Returns which method of Keras begins a step now; None in an own loop."""
-    return _LOCAL.method
+    assert now.steps is not None
+    now.steps = [dataclasses.replace(one, **changes) for one in now.steps]
+    return now.steps
 
 
 @contextlib.contextmanager
 def during(**values: Any) -> Iterator[None]:
-    """Sets values of `_Local` for a while."""
-    before = {name: getattr(_LOCAL, name) for name in values}
-    vars(_LOCAL).update(values)
+    """Sets values of `now` for a while."""
+    before = {name: getattr(now, name) for name in values}
+    vars(now).update(values)
     try:
         yield
     finally:
-        vars(_LOCAL).update(before)
+        vars(now).update(before)
 
 
 def changed(**changes: Any) -> contextlib.AbstractContextManager[None]:
