@@ -228,6 +228,7 @@ def apply(
 
     begun: list[dict[int, Any]] = []
 
+    @tf.autograph.experimental.do_not_convert
     def begin(strategy: tf.distribute.Strategy) -> None:
         if variables is not None:
             keras_internals.build(optimizer, variables)
@@ -235,6 +236,7 @@ def apply(
         # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
+    @tf.autograph.experimental.do_not_convert
     def end(strategy: tf.distribute.Strategy) -> None:
         total = step.change_all(applies=False)[0].total
         for state, exchanges in zip(states_of(optimizer), begun, strict=True):

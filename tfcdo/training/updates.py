@@ -77,6 +77,7 @@ def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | N
             )
 
 
+@tf.autograph.experimental.do_not_convert
 def summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -178,6 +179,7 @@ def _finite_on_all(grads: list[Any]) -> list[Any]:
     return grads
 
 
+@tf.autograph.experimental.do_not_convert
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
