@@ -29,10 +29,7 @@ def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Dataset:
-    """Returns a dataset that can be distributed; warns of one that trains otherwise than expected.
-
-    The session is the one of several hosts.
-    """
+    """Returns a dataset to distribute, by hosts with a session; warns if it trains unexpectedly."""
     if int(dataset.cardinality()) == 0:
         log.warn_once(
             "a dataset without elements is distributed; Keras's fit and evaluate end with "
