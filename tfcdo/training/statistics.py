@@ -93,12 +93,11 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
     have = [tf.cast(here.rows, tf.int64) > 0 for here in steps]
 
     def take() -> None:
+        weights = [tf.cast(one, tf.float64) for one in have]
         for variable in statistics:
-            parts, weights = [], [tf.cast(one, tf.float64) for one in have]
-            for component, weight in zip(variable.values, weights, strict=True):
-                parts.append(tf.cast(component.read_value(), tf.float64) * weight)
-            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
             own = [component.read_value() for component in variable.values]
+            parts = [tf.cast(one, tf.float64) * w for one, w in zip(own, weights, strict=True)]
+            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
             step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))

@@ -242,8 +242,6 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
         if not keras_internals.is_overwritten(variable):
             grad = accumulator.value + tf.convert_to_tensor(grad)
-        sums.append(grad)
-    for accumulator, variable in zip(accumulators, variables, strict=True):
-        if not keras_internals.is_overwritten(variable):
             accumulator.assign(tf.zeros_like(accumulator.value))
+        sums.append(grad)
     return sums
