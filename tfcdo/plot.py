@@ -61,7 +61,9 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
       >>> len(figure.subfigs)
       2
     """
-    groups = _packs_by_tree(plan)
+    groups: dict[CopyTree, list[int]] = {}
+    for index, tree in enumerate(plan.trees):
+        groups.setdefault(tree, []).append(index)
     shown = list(itertools.islice(groups.items(), _MAX_TREES))
     rows = max(1, round(math.sqrt(len(shown) / 2)))
     columns = max(3, math.ceil(len(shown) / rows))
@@ -126,14 +128,6 @@ def _device_colors(num_devices: int) -> list[Color]:
         colormap = matplotlib.colormaps["turbo"].resampled(num_devices)
         numbers = [*range(num_devices)]
     return [(red, green, blue) for red, green, blue, _ in map(colormap, numbers)]
-
-
-def _packs_by_tree(plan: Plan) -> dict[CopyTree, list[int]]:
-    """Groups the packs by tree, in the order of their numbers."""
-    groups: dict[CopyTree, list[int]] = {}
-    for index, tree in enumerate(plan.trees):
-        groups.setdefault(tree, []).append(index)
-    return groups
 
 
 def _name_packs(packs: Sequence[int]) -> str:

@@ -13,7 +13,7 @@ import importlib
 import inspect
 import json
 import pkgutil
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
@@ -23,32 +23,29 @@ Member = tuple[Any, str, tuple[str, ...]]
 
 def check(spec: ModuleSpec) -> None:
     """Raises an ImportError with all private names that a module needs and TensorFlow lacks."""
+    import tensorflow as tf
+
     # Where only compiled files are installed, there is no source to look through: Python's own
     # ImportError names the first one.
     get_source = getattr(spec.loader, "get_source", lambda name: None)
-    names = missing(get_source(spec.name) or "")
-    if not names:
-        return
-    import tensorflow as tf
-
-    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
-    known = dict.fromkeys(entry["tensorflow"] for entry in record)
-    raise ImportError(
-        f"tfcdo uses names of TensorFlow that are not in TensorFlow {tf.__version__}: "
-        f"{', '.join(names)}. Versions on which tfcdo's tests were run: {', '.join(known)}. "
-        "Install one of those, or a tfcdo that knows yours"
-    )
+    _refuse("TensorFlow", tf.__version__, missing(get_source(spec.name) or ""))
 
 
 def check_members(library: str, version: str, members: Iterable[Member]) -> None:
     """Raises an ImportError that lists all members that a library lacks."""
-    absent = missing_members(members)
-    if absent:
-        raise ImportError(
-            f"tfcdo uses names of {library} that are not in {library} {version}: "
-            f"{', '.join(absent)}. docs/versions.md lists the versions that tfcdo's tests ran on: "
-            "install one of those, or a tfcdo that supports yours"
-        )
+    _refuse(library, version, missing_members(members))
+
+
+def _refuse(library: str, version: str, absent: Sequence[str]) -> None:
+    if not absent:
+        return
+    record = json.loads(pkgutil.get_data("tfcdo", "tested_versions.json") or "")
+    known = dict.fromkeys(entry[library.lower()] for entry in record)
+    raise ImportError(
+        f"tfcdo uses names of {library} that are not in {library} {version}: {', '.join(absent)}. "
+        f"Versions on which tfcdo's tests were run: {', '.join(known)}. "
+        "Install one of those, or a tfcdo that knows yours"
+    )
 
 
 def missing_members(members: Iterable[Member]) -> list[str]:

@@ -117,6 +117,7 @@ OVERRIDES: tuple[private_names.Member, ...] = (
 private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
 
 _WRITE_SECONDS = 10.0
+_lock = threading.Lock()
 
 
 def replica_on_host() -> int:
@@ -290,6 +291,20 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
 def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
     """Makes a variable on the current device; in a strategy's scope too, unlike `tf.Variable`."""
     return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
+
+
+def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
+    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
+    with _lock:  # All threads must get the same tensor.
+        return _make_variable(name, device, dtype, tuple(shape))
+
+
+@functools.cache
+def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))
+        return handle
 
 
 @contextlib.contextmanager

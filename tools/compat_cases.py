@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from operator import methodcaller
 from typing import Any, NamedTuple
 
+import compat_trainings
 import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu  # It configures the virtual devices.
 from testing_utils import MEAN, SUM
-
-Call = Callable[[Any], Any]
-
-
-@dataclasses.dataclass(frozen=True)
-class Case:
-    """A call and its correct result."""
-
-    name: str
-    call: Call  # Gets what `make` returns; returns its result or raises.
-    expected: Any  # The result, or the argument that a clear error names.
-    make: Call = methodcaller("HierarchicalCopyAllReduce")  # Gets the library.
 
 
 class Refused(NamedTuple):
@@ -32,49 +21,36 @@ class Refused(NamedTuple):
     argument: str
 
 
-def _held(*numbers: Any, dtype: Any = None) -> Callable[[], Any]:
-    """Returns what makes a value of one number, or array, on each device."""
-    return lambda: tu.per_replica([tf.constant(number, dtype) for number in numbers])
+def all_reduce(case: Case, ops: Any) -> Any:
+    """All-reduces a batch of values, each a list of what the devices have."""
+    values = [tu.per_replica(value) for value in case.given]
+    results = ops.batch_reduce(case.op, [(value, value) for value in values])
+    read = [_read(result) for result in results]
+    return read[0] if len(read) == 1 else read
 
 
-def _summed(*makes: Callable[[], Any], op: Any = SUM) -> Call:
-    """Returns the all-reduce of a batch, for what each device has of each value if they agree."""
+@dataclasses.dataclass(frozen=True)
+class Case:
+    """A call and its correct result."""
 
-    def call(ops: Any) -> Any:
-        values = [make() for make in makes]
-        read = [_read(one) for one in ops.batch_reduce(op, [(value, value) for value in values])]
-        return read[0] if len(read) == 1 else read
-
-    return call
+    given: Any  # What `call` works on.
+    expected: Any  # The result, or the argument that a clear error names.
+    make: Callable[[Any], Any] = methodcaller("HierarchicalCopyAllReduce")  # Gets the library.
+    # Gets the case and what `make` returns; returns its result or raises.
+    call: Callable[[Case, Any], Any] = all_reduce
+    op: Any = SUM
+    name: str = ""
 
 
 def _read(result: Any) -> Any:
     """Returns what a result holds, if all devices hold the same."""
-    components = getattr(result, "values", None)
-    if components is None or hasattr(result, "indices"):
-        components = [result]
+    distributed = isinstance(result, tf.distribute.DistributedValues)
+    components = result.values if distributed else [result]
     read = [tf.convert_to_tensor(component).numpy().tolist() for component in components]
     return read[0] if all(one == read[0] for one in read) else f"{read} on the devices"
 
 
-def _slices(*index_dtypes: str) -> Callable[[], Any]:
-    """Returns what makes gradients of rows 0 and 3 on a device, and of row 3 on another."""
-    parts = [([[1.0], [2.0]], [0, 3]), ([[4.0]], [3])]
-
-    def make() -> Any:
-        return tu.per_replica(
-            [
-                tf.IndexedSlices(
-                    tf.constant(rows), tf.constant(own, kind), tf.constant([4, 1], kind)
-                )
-                for (rows, own), kind in zip(parts, index_dtypes or ("int64", "int64"), strict=True)
-            ]
-        )
-
-    return make
-
-
-def _traced(ops: Any) -> Any:
+def _trace(case: Case, ops: Any) -> Any:
     """All-reduces in a `tf.function` that does not know the shape."""
 
     @tf.function(input_signature=[tf.TensorSpec([None])] * 2)
@@ -82,186 +58,176 @@ def _traced(ops: Any) -> Any:
         value = tu.per_replica([first, second])
         return ops.batch_reduce(SUM, [(value, value)])[0].values
 
-    return [_read(one) for one in call(tf.constant([1.0, 2.0]), tf.constant([3.0, 4.0]))]
+    return [_read(one) for one in call(*map(tf.constant, case.given))]
 
 
-def _reordered(ops: Any) -> str:
-    swapped = tu.per_replica([tf.constant(0.0)] * 2, tu.device_names(2)[::-1])
-    result = ops.reduce(SUM, _held(1.0, 2.0)(), swapped)
+def _reorder(case: Case, ops: Any) -> str:
+    swapped = tu.per_replica([0.0, 0.0], tu.device_names(2)[::-1])
+    result = ops.reduce(SUM, tu.per_replica(case.given), swapped)
     return " ".join(component.device[-5:] for component in result.values)
 
 
-def _reduced_to(destinations: Any) -> Call:
-    return lambda ops: _read(ops.reduce(SUM, _held(1.0, 2.0, 3.0)(), destinations))
+def _reduce_to(case: Case, ops: Any) -> Any:
+    return _read(ops.reduce(SUM, tu.per_replica([1.0, 2.0, 3.0]), case.given))
 
 
-def _gathered(*parts: Any) -> Call:
-    def call(ops: Any) -> Any:
-        value = _held(*parts)()
-        return _read(ops._gather(value, value, 0))
-
-    return call
+def _gather(case: Case, ops: Any) -> Any:
+    value = tu.per_replica(case.given)
+    return _read(ops._gather(value, value, 0))
 
 
-def _fit(ops: Any) -> str:
-    """Trains on 3 devices and on one; returns whether the weights agree."""
-    generator = np.random.default_rng(0)
-    inputs, targets = (generator.normal(size=(36, n)).astype("float32") for n in (4, 1))
+def _reduce_three(case: Case, ops: Any) -> Any:
+    return ops.batch_reduce(SUM, [[tu.per_replica(case.given)] * 3])
 
-    def train(strategy: tf.distribute.Strategy) -> list[Any]:
-        keras.utils.set_random_seed(0)
-        with strategy.scope():
-            model = keras.Sequential([keras.layers.Dense(8, "tanh"), keras.layers.Dense(1)])
-            model.compile(keras.optimizers.SGD(0.1), "mse")
-        model.fit(inputs, targets, batch_size=12, epochs=2, verbose=0, shuffle=False)
-        return model.get_weights()
 
-    three = train(tf.distribute.MirroredStrategy(tu.device_names(3), ops))
-    pairs = zip(train(tf.distribute.get_strategy()), three, strict=True)
-    close = all(np.allclose(a, b, atol=1e-5) for a, b in pairs)
+def _fit(case: Case, ops: Any) -> str:
+    strategy = tf.distribute.MirroredStrategy(tu.device_names(3), ops)
+    weights, _ = compat_trainings.differences(case.given, strategy)
+    close = weights <= 1e-5
     return "the weights of one-device training" if close else "other weights than on one device"
 
 
-def _shared(ops: Any) -> Any:
+def _share(case: Case, ops: Any) -> Any:
     """All-reduces, in each of three replicas, one tensor that was made outside of them."""
     strategy = tf.distribute.MirroredStrategy(tu.device_names(3), cross_device_ops=ops)
-    value = tf.constant(2.0)
+    value = tf.constant(case.given)
     context = tf.distribute.get_replica_context
     return _read(strategy.run(lambda: context().all_reduce("SUM", value)))
 
 
-def _data_parallel(library: Any) -> int:
+def _count_replicas(case: Case, library: Any) -> int:
     """Sets Keras's distribution by Keras's function, or by tfcdo's; returns the replicas."""
     set_distribution = getattr(library, "keras", keras.distribution).set_distribution
-    set_distribution(keras.distribution.DataParallel(devices=["cpu:0", "cpu:1"]))
+    set_distribution(keras.distribution.DataParallel(devices=case.given))
     try:
         return tf.distribute.get_strategy().num_replicas_in_sync
     finally:
         set_distribution(None)
 
 
-def _counting(count: int) -> tuple[str, tuple[Call, float]]:
-    """Returns the name and the case of the sum of 1, 2, ... over as many devices."""
-    numbers = range(1, count + 1)
-    name = f"{count} device{'s' * (count > 1)} holding {', '.join(map(str, numbers))}"
-    return name, (_summed(_held(*map(float, numbers))), float(sum(numbers)))
+def _largest(values: Sequence[tf.Tensor]) -> tf.Tensor:
+    return tf.reduce_max(tf.stack(values), 0)
 
 
-_A_SUM = _held(1.0, 2.0)
+def _slices(*dtypes: str) -> list[tf.IndexedSlices]:
+    """Returns gradients of rows 0 and 3 on a device, and of row 3 on another."""
+    parts = ([[1], [2]], [0, 3]), ([[4]], [3])
+    return [
+        tf.IndexedSlices(
+            np.array(rows, "float32"), np.array(indices, dtype), np.array([4, 1], dtype)
+        )
+        for (rows, indices), dtype in zip(parts, dtypes, strict=True)
+    ]
+
+
+_A_SUM = [[1.0, 2.0]]
 _TO_ONE = methodcaller("ReductionToOneDevice")
+_SLICES = _slices("int64", "int64")
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
-
-
-def _copying(packs: Any) -> Call:
-    return methodcaller("HierarchicalCopyAllReduce", packs)
-
-
-def _choosing(*arguments: Any) -> Call:
-    return methodcaller("AllReduceCrossDeviceOps", *arguments)
-
-
-def _maximum(library: Any) -> Any:
-    return library.ReductionToOneDevice(None, lambda values: tf.reduce_max(tf.stack(values), 0))
-
-
-# By subject and name: the arguments of a case after its name.
-_CALLS: dict[str, dict[str, tuple[Any, ...]]] = {
+_FIRST_NUMBERS = [range(1, count + 1) for count in range(1, 9)]
+_CALLS: dict[str, dict[str, Case]] = {
     "Sums": {
-        **dict(map(_counting, range(1, 9))),
-        "3 devices, MEAN of 1, 2, 3": (_summed(_held(1.0, 2.0, 3.0), op=MEAN), 2.0),
-        "2 that 3 replicas share, SUM": (_shared, 6.0, _TO_ONE),
-        "Keras `fit` on 3 devices": (_fit, "the weights of one-device training"),
-        "replicas of `DataParallel` over 2 devices": (_data_parallel, 2, lambda lib: lib),
+        **{
+            f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding "
+            f"{', '.join(map(str, numbers))}": Case(
+                [np.array(numbers, "float32")], float(sum(numbers))
+            )
+            for numbers in _FIRST_NUMBERS
+        },
+        "3 devices, MEAN of 1, 2, 3": Case([[1.0, 2.0, 3.0]], 2.0, op=MEAN),
+        "2 that 3 replicas share, SUM": Case(2.0, 6.0, _TO_ONE, _share),
+        "Keras `fit` on 3 devices": Case(
+            compat_trainings.Training(), "the weights of one-device training", call=_fit
+        ),
+        "replicas of `DataParallel` over 2 devices": Case(
+            ["cpu:0", "cpu:1"], 2, lambda library: library, _count_replicas
+        ),
     },
     "Packs and dtypes": {
-        "3 devices, 4 packs": (_summed(_held(*[[1.0] * 8] * 3)), [3.0] * 8, _copying(4)),
-        "more packs than elements": (
-            _summed(_held([1.0, 2.0], [3.0, 4.0])),
-            [4.0, 6.0],
-            _copying(8),
+        "3 devices, 4 packs": Case(
+            [[[1.0] * 8] * 3], [3.0] * 8, methodcaller("HierarchicalCopyAllReduce", 4)
         ),
-        "float32 and float64 in one batch": (
-            _summed(_A_SUM, _held(3.0, 4.0, dtype="float64")),
-            [3.0, 7.0],
+        "more packs than elements": Case(
+            [[[1.0, 2.0], [3.0, 4.0]]], [4.0, 6.0], methodcaller("HierarchicalCopyAllReduce", 8)
         ),
-        "float32, int64 and complex64 in one batch": (
-            _summed(_A_SUM, _held(3, 4, dtype="int64"), _held(1j, 2j, dtype="complex64")),
-            [3.0, 7, 3j],
+        "float32 and float64 in one batch": Case(
+            [*_A_SUM, np.array([3, 4], "float64")], [3.0, 7.0]
         ),
-        "float16: 2048 and seven ones (2055 rounds to 2056)": (
-            _summed(_held(2048.0, *[1.0] * 7, dtype="float16")),
-            2056.0,
+        "float32, int64 and complex64 in one batch": Case(
+            [*_A_SUM, np.array([3, 4], "int64"), np.array([1j, 2j], "complex64")], [3.0, 7, 3j]
         ),
-        "bfloat16: 256 and seven ones (263 rounds to 264)": (
-            _summed(_held(256.0, *[1.0] * 7, dtype="bfloat16")),
-            264.0,
-            _TO_ONE,
+        "float16: 2048 and seven ones (2055 rounds to 2056)": Case(
+            [np.array([2048, *[1] * 7], "float16")], 2056.0
         ),
-        "MEAN of int64 3 and 4": (_summed(_held(3, 4, dtype="int64"), op=MEAN), 3.5, _TO_ONE),
-        "4 devices, MEAN of uint8 100 on each, whose sum is no uint8": (
-            _summed(_held(*[100] * 4, dtype="uint8"), op=MEAN),
-            100.0,
-            _TO_ONE,
+        "bfloat16: 256 and seven ones (263 rounds to 264)": Case(
+            [np.array([256, *[1] * 7], tf.bfloat16.as_numpy_dtype)], 264.0, _TO_ONE
         ),
-        "`NcclAllReduce` on CPU devices": (_summed(_A_SUM), 3.0, methodcaller("NcclAllReduce")),
-        "an empty batch": (_summed(), []),
-        "an empty tensor": (_summed(_held([], []), _A_SUM), [[], 3.0]),
-        "a shape not known while tracing": (_traced, [[4.0, 6.0]] * 2),
+        "MEAN of int64 3 and 4": Case([np.array([3, 4], "int64")], 3.5, _TO_ONE, op=MEAN),
+        "4 devices, MEAN of uint8 100 on each, whose sum is no uint8": Case(
+            [np.array([100] * 4, "uint8")], 100.0, _TO_ONE, op=MEAN
+        ),
+        "`NcclAllReduce` on CPU devices": Case(_A_SUM, 3.0, methodcaller("NcclAllReduce")),
+        "an empty batch": Case([], []),
+        "an empty tensor": Case([[[], []], *_A_SUM], [[], 3.0]),
+        "a shape not known while tracing": Case(
+            [[1.0, 2.0], [3.0, 4.0]], [[4.0, 6.0]] * 2, call=_trace
+        ),
     },
     "Embeddings and destinations": {
-        "`IndexedSlices`": (_summed(_slices()), _EMBEDDING),
-        "`IndexedSlices` before and after dense values": (
-            _summed(_slices(), _A_SUM, _slices()),
-            [_EMBEDDING, 3.0, _EMBEDDING],
+        "`IndexedSlices`": Case([_SLICES], _EMBEDDING),
+        "`IndexedSlices` before and after dense values": Case(
+            [_SLICES, *_A_SUM, _SLICES], [_EMBEDDING, 3.0, _EMBEDDING]
         ),
-        "`IndexedSlices` with int32 and int64 indices": (
-            _summed(_slices("int32", "int64")),
-            _EMBEDDING,
-            _TO_ONE,
+        "`IndexedSlices` with int32 and int64 indices": Case(
+            [_slices("int32", "int64")], _EMBEDDING, _TO_ONE
         ),
-        "destination `/cpu:3`": (_reduced_to("/cpu:3"), 6.0),
-        "destinations in another order than the values": (_reordered, "CPU:1 CPU:0"),
-        "an `accumulation_fn` of one's own: the maximum": (
-            _summed(_held([1.0, 9.0], [5.0, 2.0])),
+        "destination `/cpu:3`": Case("/cpu:3", 6.0, call=_reduce_to),
+        "destinations in another order than the values": Case(
+            [1.0, 2.0], "CPU:1 CPU:0", call=_reorder
+        ),
+        "an `accumulation_fn` of one's own: the maximum": Case(
+            [[[1.0, 9.0], [5.0, 2.0]]],
             [5.0, 9.0],
-            _maximum,
+            methodcaller("ReductionToOneDevice", None, _largest),
         ),
-        "gather of different numbers of rows": (
-            _gathered([[1.0], [2.0]], [[3.0]], [[4.0]]),
-            [[1.0], [2.0], [3.0], [4.0]],
+        "gather of different numbers of rows": Case(
+            [[[1.0], [2.0]], [[3.0]], [[4.0]]], [[1.0], [2.0], [3.0], [4.0]], call=_gather
         ),
     },
     "Incorrect arguments": {
-        "gather of replicas with unlike shapes, (2, 1) and (1, 2) along axis 0": (
-            _gathered([[1.0], [2.0]], [[3.0, 4.0]]),
-            Refused("shape"),
+        "gather of replicas with unlike shapes, (2, 1) and (1, 2) along axis 0": Case(
+            [[[1.0], [2.0]], [[3.0, 4.0]]], Refused("shape"), call=_gather
         ),
-        'reduce_op="max"': (_summed(_A_SUM, op="max"), Refused("reduce_op")),
-        'reduce_op="MEAN", a string': (_summed(_A_SUM, op="MEAN"), Refused("reduce_op")),
-        'all_reduce_alg="bogus"': (_summed(_A_SUM), Refused("all_reduce_alg"), _choosing("bogus")),
-        "num_packs=-1": (_summed(_A_SUM), Refused("num_packs"), _choosing("hierarchical_copy", -1)),
-        "num_packs=1.5": (_summed(_held(*[[1.0] * 4] * 2)), Refused("num_packs"), _copying(1.5)),
-        "a replica of shape [4] and one of [2, 2]": (
-            _summed(_held([1.0] * 4, [[1.0] * 2] * 2)),
-            Refused("shape"),
+        'reduce_op="max"': Case(_A_SUM, Refused("reduce_op"), op="max"),
+        'reduce_op="MEAN", a string': Case(_A_SUM, Refused("reduce_op"), op="MEAN"),
+        'all_reduce_alg="bogus"': Case(
+            _A_SUM, Refused("all_reduce_alg"), methodcaller("AllReduceCrossDeviceOps", "bogus")
         ),
-        "a replica of float32 and one of float64": (
-            _summed(_held(np.float32(1.0), np.float64(2.0))),
-            Refused("dtype"),
+        "num_packs=-1": Case(
+            _A_SUM,
+            Refused("num_packs"),
+            methodcaller("AllReduceCrossDeviceOps", "hierarchical_copy", -1),
         ),
-        "destinations=[]": (_reduced_to([]), Refused("destinations")),
-        "destinations=`/cpu:99`, which does not exist": (
-            _reduced_to("/cpu:99"),
-            Refused("destinations"),
+        "num_packs=1.5": Case(
+            [[[1.0] * 4] * 2], Refused("num_packs"), methodcaller("HierarchicalCopyAllReduce", 1.5)
         ),
-        "a pair that is a list of three": (
-            lambda ops: ops.batch_reduce(SUM, [[_A_SUM()] * 3]),
-            Refused("value_destination_pairs"),
+        "a replica of shape [4] and one of [2, 2]": Case(
+            [[[1.0] * 4, [[1.0] * 2] * 2]], Refused("shape")
+        ),
+        "a replica of float32 and one of float64": Case(
+            [[np.float32(1.0), np.float64(2.0)]], Refused("dtype")
+        ),
+        "destinations=[]": Case([], Refused("destinations"), call=_reduce_to),
+        "destinations=`/cpu:99`, which does not exist": Case(
+            "/cpu:99", Refused("destinations"), call=_reduce_to
+        ),
+        "a pair that is a list of three": Case(
+            [1.0, 2.0], Refused("value_destination_pairs"), call=_reduce_three
         ),
     },
 }
 SUBJECTS = {
-    subject: [Case(name, *rest) for name, rest in calls.items()]
+    subject: [dataclasses.replace(case, name=name) for name, case in calls.items()]
     for subject, calls in _CALLS.items()
 }
 CASES = tuple(case for part in SUBJECTS.values() for case in part)

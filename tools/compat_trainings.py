@@ -10,93 +10,43 @@ import functools
 import pathlib
 import tempfile
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
-from keras import layers, optimizers
-from pages import Row, first_words
+from keras import layers
+from keras.optimizers import SGD, Adagrad, Adam, AdamW, LossScaleOptimizer, RMSprop
+from pages import Row, error_text
 
 import tfcdo.keras
 
 EXAMPLES = 60
 BATCH = 30  # Divides by 2, 3 and 5 replicas.
-Data = tuple[Any, ...]
-# Weights and reported numbers of a training; or how much two trainings differ in each.
-Seen = tuple[list[np.ndarray], list[float]]
+# Largest differences of weights and of reported numbers.
 Differences = tuple[float, float]
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Training:
-    """A training that is compared with the same one on one device."""
-
-    build: Callable[[], keras.Model] = lambda: dense()
-    optimizer: Callable[[], Any] = lambda: optimizers.SGD(0.1, momentum=0.5)
-    # Inputs, targets and, if any, the weights of the examples.
-    data: Callable[[], Data] = lambda: numbers()
-    compile: dict[str, Any] = dataclasses.field(default_factory=dict)  # More arguments.
-    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
-    metrics: tuple[str, ...] = ("mae",)
-    # Largest difference of weights and reported numbers, relative to 1 or their size.
-    tolerance: float = 2e-5
-    evaluate_batch: int | None = None  # The size of the batches of `evaluate`, if it is called.
-    # Whether `evaluate` in the strategy is compared with that of the saved model instead.
-    saved_only: bool = False
-    reason: str = ""  # Why it cannot be as on one device.
-    loop: bool = False  # An own loop instead of `fit`.
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
-    counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
-    wire_dtype: str | None = None  # Of gradients that are sent, for tfcdo alone.
-    name: str = ""
+def drawn(*shape: int, mean: float = 0.0) -> np.ndarray:
+    return np.random.default_rng(0).normal(mean, 1, [EXAMPLES, *shape]).astype(np.float32)
 
 
-def numbers(examples: int = EXAMPLES) -> Data:
-    inputs = np.random.default_rng(0).normal(0.5, 1, [examples, 6]).astype(np.float32)
-    return inputs, np.sin(inputs[:, :2]) + inputs[:, 2:4]
-
-
-def far_from_zero() -> Data:
-    inputs, targets = numbers()
-    return 10 + 0.1 * inputs, targets
-
-
-def drawn(*shape: int) -> np.ndarray:
-    return np.random.default_rng(0).normal(size=[EXAMPLES, *shape]).astype(np.float32)
-
-
-def pictures() -> Data:
-    return drawn(6, 6, 2), drawn(6, 6, 2).mean((1, 2))
-
-
-def sequences() -> Data:
-    return drawn(4, 3), drawn(4, 3).mean(1)[:, :2]
-
-
-def words() -> Data:
-    inputs = np.random.default_rng(0).integers(0, 9, [EXAMPLES, 4])
-    return inputs, inputs[:, :2] / np.float32(4)
-
-
-def weighted_numbers() -> Data:
-    return *numbers(), np.linspace(0.2, 2, EXAMPLES, dtype=np.float32)
-
-
-def labels() -> Data:
-    inputs, targets = numbers()
-    return inputs, (targets[:, :1] > targets[:, 1:]).astype(np.float32)
-
-
-def sentences() -> Data:
-    words, lengths = np.random.default_rng(0).integers(1, 9, [EXAMPLES, 6]), np.arange(EXAMPLES) % 7
-    words[np.arange(6) >= np.sort(lengths)[:, None]] = 0
-    return words, words[:, :, None] / np.float32(4)
-
-
-def tagged_sentences() -> Data:
-    words, targets = sentences()
-    return words, (targets, words[:, :, None] % 2)
+# Inputs and targets.
+INPUTS = drawn(6, mean=0.5)
+NUMBERS = INPUTS, np.sin(INPUTS[:, :2]) + INPUTS[:, 2:4]
+AFTER_1, AFTER_7, ONLY_23 = ([part[: BATCH + more] for part in NUMBERS] for more in (1, 7, -7))
+FAR_FROM_ZERO = 10 + 0.1 * INPUTS, NUMBERS[1]
+LABELED = INPUTS, (NUMBERS[1][:, :1] > NUMBERS[1][:, 1:]).astype(np.float32)
+PICTURES = drawn(6, 6, 2), drawn(6, 6, 2).mean((1, 2))
+SEQUENCES = drawn(4, 3), drawn(4, 3).mean(1)[:, :2]
+_WORDS = np.random.default_rng(0).integers(0, 9, [EXAMPLES, 4])
+WORDS = _WORDS, _WORDS[:, :2] / np.float32(4)
+# Zeros after 0 to 6 words are masked.
+_TEXT = np.random.default_rng(0).integers(1, 9, [EXAMPLES, 6])
+_TEXT[np.arange(6) >= np.sort(np.arange(EXAMPLES) % 7)[:, None]] = 0
+SENTENCES = _TEXT, _TEXT[:, :, None] / np.float32(4)
+TAGGED_SENTENCES = _TEXT, (SENTENCES[1], _TEXT[:, :, None] % 2)
 
 
 def stack(*parts: Any, shape: tuple[int, ...] = (6,), dtype: str = "float32") -> keras.Model:
@@ -108,13 +58,8 @@ def dense(*between: Any, **options: Any) -> keras.Model:
 
 
 def convolutional(*before: Any) -> keras.Model:
-    return stack(
-        *before,
-        layers.Conv2D(3, 3, activation="tanh"),
-        layers.GlobalAveragePooling2D(),
-        layers.Dense(2),
-        shape=(6, 6, 2),
-    )
+    parts = layers.Conv2D(3, 3, activation="tanh"), layers.GlobalAveragePooling2D(), layers.Dense(2)
+    return stack(*before, *parts, shape=(6, 6, 2))
 
 
 def recurrent(**options: Any) -> keras.Model:
@@ -134,8 +79,7 @@ def embedding() -> keras.Model:
 
 
 def masked() -> keras.Model:
-    embedding = layers.Embedding(9, 3, mask_zero=True)
-    return stack(embedding, layers.Dense(1), shape=(6,), dtype="int32")
+    return stack(layers.Embedding(9, 3, mask_zero=True), layers.Dense(1), dtype="int32")
 
 
 def tagger() -> keras.Model:
@@ -145,8 +89,24 @@ def tagger() -> keras.Model:
     return keras.Model(inputs, [layers.Dense(1)(embedded), tags])
 
 
+def augmented(layer: Callable[..., Any], **options: Any) -> keras.Model:
+    return convolutional(layer(**options))
+
+
+def dropping() -> keras.Model:
+    return dense(layers.Dropout(0.5))
+
+
 def normalized(**options: Any) -> keras.Model:
     return dense(layers.BatchNormalization(momentum=0.5, **options))
+
+
+def sixteen_bits() -> keras.Model:
+    before = keras.config.dtype_policy()
+    keras.config.set_dtype_policy("mixed_float16")
+    model = dense()
+    keras.config.set_dtype_policy(before)
+    return model
 
 
 class Penalty(layers.Layer):
@@ -167,96 +127,106 @@ class Contrastive(keras.losses.Loss):
         return tf.nn.sparse_softmax_cross_entropy_with_logits(own, similarities)
 
 
-def sixteen_bits() -> keras.Model:
-    before = keras.config.dtype_policy()
-    keras.config.set_dtype_policy("mixed_float16")
-    model = dense()
-    keras.config.set_dtype_policy(before)
-    return model
-
-
 def two_optimizers() -> Any:
-    chosen = optimizers.OptimizerMap(optimizers.SGD(0.1), {".*bias": optimizers.Adam(0.05)})
-    return optimizers.MultiOptimizer(chosen)
+    chosen = keras.optimizers.OptimizerMap(SGD(0.1), {".*bias": Adam(0.05)})
+    return keras.optimizers.MultiOptimizer(chosen)
 
 
-def augmented(make: Callable[[], keras.Layer]) -> Training:
-    return Training(lambda: convolutional(make()), data=pictures)
+MOMENTUM = partial(SGD, 0.1, momentum=0.5)
 
 
-SGD, Adam = (functools.partial(functools.partial, one) for one in (optimizers.SGD, optimizers.Adam))
-ACCUMULATING = Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.1)
-SHARDED = {"shard_optimizer_state": True}
-AFTER_7, AFTER_1 = (functools.partial(numbers, BATCH + extra) for extra in (7, 1))
+@dataclasses.dataclass(frozen=True, eq=False)
+class Training:
+    """A training that is compared with the same one on one device."""
+
+    build: Callable[[], keras.Model] = dense
+    optimizer: Callable[[], Any] = MOMENTUM
+    data: Any = NUMBERS
+    compile: dict[str, Any] = dataclasses.field(default_factory=dict)  # More arguments.
+    fit: dict[str, Any] = dataclasses.field(default_factory=dict)
+    # Largest difference of weights and reported numbers, relative to 1 or their size.
+    tolerance: float = 2e-5
+    evaluate_batch: int | None = None  # The size of the batches of `evaluate`, if it is called.
+    # Whether `evaluate` in the strategy is compared with that of the saved model instead.
+    saved_only: bool = False
+    reason: str = ""  # Why it cannot be as on one device.
+    loop: bool = False  # An own loop instead of `fit`.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
+    counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
+    name: str = ""
+
+
+EMA = partial(SGD, 0.2, use_ema=True, ema_momentum=0.6)
+ACCUMULATING = partial(Adam, 0.05, gradient_accumulation_steps=2, global_clipnorm=0.1)
+SHARDED: dict[str, Any] = {"options": {"shard_optimizer_state": True}}
 XLA: dict[str, Any] = {
     "compile": {"jit_compile": True},
     "reason": "TensorFlow compiles no step with XLA for several CPU devices",
 }
-REPEATED = "an embedding of repeated words"
 _TRAININGS: dict[str, dict[str, Training]] = {
     "Models": {
         "a dense model": Training(),
-        "an own loop": Training(optimizer=Adam(0.05, clipnorm=0.1), loop=True),
-        "a convolutional model": Training(convolutional, data=pictures),
-        "a recurrent model": Training(recurrent, data=sequences),
-        "an attention model": Training(attention, data=sequences),
+        "an own loop": Training(optimizer=partial(Adam, 0.05, clipnorm=0.1), loop=True),
+        "a convolutional model": Training(convolutional, data=PICTURES),
+        "a recurrent model": Training(recurrent, data=SEQUENCES),
+        "an attention model": Training(attention, data=SEQUENCES),
     },
     "Embeddings": {
-        f"{REPEATED}, {name}": Training(embedding, optimizer, words, options=options)
-        for name, optimizer, options in (
-            ("`SGD`", SGD(0.1, momentum=0.5), {}),
-            ("`Adam`", Adam(0.05), {}),
-            ("`RMSprop`", lambda: optimizers.RMSprop(0.05), {}),
-            ("`Adagrad`", lambda: optimizers.Adagrad(0.1), {}),
-            ("`clipnorm`", SGD(0.5, clipnorm=0.05), {}),
-            ("`global_clipnorm`", SGD(0.5, global_clipnorm=0.05), {}),
-            ("`gradient_accumulation_steps`", Adam(0.05, gradient_accumulation_steps=2), {}),
-            ("`Adam`, `shard_optimizer_state=True`", Adam(0.05), SHARDED),
+        f"an embedding of repeated words, {name}": Training(embedding, optimizer, WORDS, **others)
+        for name, optimizer, others in (
+            ("`SGD`", MOMENTUM, {}),
+            ("`Adam`", partial(Adam, 0.05), {}),
+            ("`RMSprop`", partial(RMSprop, 0.05), {}),
+            ("`Adagrad`", partial(Adagrad, 0.1), {}),
+            ("`clipnorm`", partial(SGD, 0.5, clipnorm=0.05), {}),
+            ("`global_clipnorm`", partial(SGD, 0.5, global_clipnorm=0.05), {}),
+            (
+                "`gradient_accumulation_steps`",
+                partial(Adam, 0.05, gradient_accumulation_steps=2),
+                {},
+            ),
+            ("`Adam`, `shard_optimizer_state=True`", partial(Adam, 0.05), SHARDED),
         )
     },
     "Optimizers": {
-        "`clipnorm`": Training(optimizer=SGD(0.5, clipnorm=0.05)),
-        "`clipvalue`": Training(optimizer=SGD(0.5, clipvalue=0.02)),
-        "`global_clipnorm`": Training(optimizer=SGD(0.5, global_clipnorm=0.05)),
+        "`clipnorm`": Training(optimizer=partial(SGD, 0.5, clipnorm=0.05)),
+        "`clipvalue`": Training(optimizer=partial(SGD, 0.5, clipvalue=0.02)),
+        "`global_clipnorm`": Training(optimizer=partial(SGD, 0.5, global_clipnorm=0.05)),
         "`gradient_accumulation_steps`": Training(optimizer=ACCUMULATING),
         "`gradient_accumulation_steps`, `shard_optimizer_state=True`": Training(
-            optimizer=ACCUMULATING, options=SHARDED
+            optimizer=ACCUMULATING, **SHARDED
         ),
-        "`use_ema`": Training(optimizer=SGD(0.2, use_ema=True, ema_momentum=0.6)),
-        "`ema_overwrite_frequency`": Training(
-            optimizer=SGD(0.2, use_ema=True, ema_momentum=0.6, ema_overwrite_frequency=2)
-        ),
+        "`use_ema`": Training(optimizer=EMA),
+        "`ema_overwrite_frequency`": Training(optimizer=partial(EMA, ema_overwrite_frequency=2)),
         "1 replica: `gradient_accumulation_steps` and `ema_overwrite_frequency`": Training(
-            optimizer=lambda: ACCUMULATING(use_ema=True, ema_overwrite_frequency=2), counts=(1,)
+            optimizer=partial(ACCUMULATING, use_ema=True, ema_overwrite_frequency=2), counts=(1,)
         ),
-        "`AdamW`, weight decay": Training(
-            optimizer=lambda: optimizers.AdamW(0.05, weight_decay=0.1)
-        ),
+        "`AdamW`, weight decay": Training(optimizer=partial(AdamW, 0.05, weight_decay=0.1)),
         "`MultiOptimizer`": Training(optimizer=two_optimizers),
         "`LossScaleOptimizer` and `clipnorm`": Training(
-            optimizer=lambda: optimizers.LossScaleOptimizer(
-                optimizers.SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2
+            optimizer=lambda: LossScaleOptimizer(
+                SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2
             )
         ),
         "`LossScaleOptimizer` and `gradient_accumulation_steps`": Training(
-            optimizer=lambda: optimizers.LossScaleOptimizer(
-                optimizers.SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
+            optimizer=lambda: LossScaleOptimizer(
+                SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
             )
         ),
         "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds": Training(
-            sixteen_bits, SGD(0.2, global_clipnorm=0.5), tolerance=2e-3
+            sixteen_bits, partial(SGD, 0.2, global_clipnorm=0.5), tolerance=2e-3
         ),
     },
     "Batch normalization": {
-        "`BatchNormalization(synchronized=True)`": Training(lambda: normalized(synchronized=True)),
+        "`BatchNormalization(synchronized=True)`": Training(partial(normalized, synchronized=True)),
         # In 16 bits, the variance of these inputs is lost in the rounding of their mean.
         "`BatchNormalization(synchronized=True)`, gradients copied in bfloat16 by tfcdo": Training(
             lambda: stack(
                 layers.BatchNormalization(momentum=0.5, synchronized=True), layers.Dense(2)
             ),
-            data=far_from_zero,
+            data=FAR_FROM_ZERO,
             tolerance=2e-2,
-            wire_dtype="bfloat16",
+            options={"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
         ),
         "`BatchNormalization()`": Training(
             normalized, reason="each replica normalizes its own part, as in Keras"
@@ -269,43 +239,43 @@ _TRAININGS: dict[str, dict[str, Training]] = {
         ),
     },
     "Random numbers": {
-        "`Dropout`": Training(lambda: dense(layers.Dropout(0.5))),
+        "`Dropout`": Training(dropping),
         "`GaussianNoise`": Training(lambda: dense(layers.GaussianNoise(0.2))),
         "`GaussianDropout`": Training(lambda: dense(layers.GaussianDropout(0.3))),
         "`AlphaDropout`": Training(lambda: dense(layers.AlphaDropout(0.3))),
-        "`SpatialDropout2D`": augmented(lambda: layers.SpatialDropout2D(0.5)),
-        "`RandomFlip`": augmented(lambda: layers.RandomFlip()),
-        "`RandomRotation`": augmented(lambda: layers.RandomRotation(0.2)),
-        "`RandomTranslation`": augmented(lambda: layers.RandomTranslation(0.2, 0.2)),
-        "`RandomZoom`": augmented(lambda: layers.RandomZoom(0.2)),
-        "`RandomContrast`": augmented(lambda: layers.RandomContrast(0.5, value_range=(-3, 3))),
-        "`RandomBrightness`": augmented(lambda: layers.RandomBrightness(0.5, value_range=(-3, 3))),
-        "dropout in attention": Training(lambda: attention(0.3), data=sequences),
+        **{
+            f"`{layer.__name__}`": Training(partial(augmented, layer, **options), data=PICTURES)
+            for layer, options in (
+                (layers.SpatialDropout2D, {"rate": 0.5}),
+                (layers.RandomFlip, {}),
+                (layers.RandomRotation, {"factor": 0.2}),
+                (layers.RandomTranslation, {"height_factor": 0.2, "width_factor": 0.2}),
+                (layers.RandomZoom, {"height_factor": 0.2}),
+                (layers.RandomContrast, {"factor": 0.5, "value_range": (-3, 3)}),
+                (layers.RandomBrightness, {"factor": 0.5, "value_range": (-3, 3)}),
+            )
+        },
+        "dropout in attention": Training(partial(attention, 0.3), data=SEQUENCES),
         "dropout in a recurrent layer": Training(
-            lambda: recurrent(dropout=0.2, recurrent_dropout=0.2), data=sequences
+            partial(recurrent, dropout=0.2, recurrent_dropout=0.2), data=SEQUENCES
         ),
-        "`Dropout`, `jit_compile=True`": Training(lambda: dense(layers.Dropout(0.5)), **XLA),
+        "`Dropout`, `jit_compile=True`": Training(dropping, **XLA),
     },
     "Uneven batches and masks": {
         "metrics over batches that do not divide": Training(evaluate_batch=14),
-        "a first batch that does not divide": Training(data=lambda: numbers(BATCH - 7)),
+        "a first batch that does not divide": Training(data=ONLY_23),
         "a last batch of 7 examples, a dense model": Training(data=AFTER_7),
         "a last batch of 1 example, a dense model": Training(data=AFTER_1),
-        "a last batch of 7 examples, `Dropout`": Training(
-            lambda: dense(layers.Dropout(0.5)), data=AFTER_7
-        ),
-        "a last batch of 1 example, `Dropout`": Training(
-            lambda: dense(layers.Dropout(0.5)), data=AFTER_1
-        ),
+        "a last batch of 7 examples, `Dropout`": Training(dropping, data=AFTER_7),
+        "a last batch of 1 example, `Dropout`": Training(dropping, data=AFTER_1),
         "a last batch of 1 example, `BatchNormalization(synchronized=True)`": Training(
-            lambda: normalized(synchronized=True), data=AFTER_1
+            partial(normalized, synchronized=True), data=AFTER_1
         ),
-        "sentences with a mask": Training(masked, data=sentences),
+        "sentences with a mask": Training(masked, data=SENTENCES),
         "two outputs with a mask": Training(
             tagger,
-            data=tagged_sentences,
-            compile={"loss": ["mse", "binary_crossentropy"]},
-            metrics=(),
+            data=TAGGED_SENTENCES,
+            compile={"loss": ["mse", "binary_crossentropy"], "metrics": []},
         ),
     },
     "Losses and weights": {
@@ -313,15 +283,16 @@ _TRAININGS: dict[str, dict[str, Training]] = {
         "a last batch of 7 examples, `global_batch`": Training(
             data=AFTER_7, compile={"loss": Contrastive()}
         ),
-        "sample weights": Training(data=weighted_numbers),
+        "sample weights": Training(
+            fit={"sample_weight": np.linspace(0.2, 2, EXAMPLES, dtype=np.float32)}
+        ),
         "class weights": Training(
             lambda: stack(layers.Dense(1, activation="sigmoid")),
-            data=labels,
-            compile={"loss": "binary_crossentropy"},
+            data=LABELED,
+            compile={"loss": "binary_crossentropy", "metrics": ["accuracy", "auc"]},
             fit={"class_weight": {0: 0.3, 1: 2.0}},
-            metrics=("accuracy", "auc"),
         ),
-        "regularization losses": Training(lambda: dense(kernel_regularizer="l2")),
+        "regularization losses": Training(partial(dense, kernel_regularizer="l2")),
         "`add_loss`": Training(lambda: dense(Penalty())),
     },
     "Execution": {
@@ -337,56 +308,49 @@ SUBJECTS = {
 TRAININGS = tuple(training for part in SUBJECTS.values() for training in part)
 
 
-def differences(training: Training, library: str, count: int) -> Differences | str:
-    """Trains on several replicas and compares with one device."""
-    strategy: Any = tf.distribute.MirroredStrategy
-    ops: Any = tf.distribute.ReductionToOneDevice()
-    if library == "tfcdo":
-        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype=training.wire_dtype)
-        strategy = functools.partial(tfcdo.MirroredStrategy, **training.options)
-    try:
+def differences(training: Training, strategy: tf.distribute.Strategy) -> Differences:
+    """Trains under a strategy and compares with one device."""
+    model, numbers = _train(training, strategy)
+    if training.saved_only:
         with tempfile.TemporaryDirectory() as folder:
-            devices = [f"CPU:{index}" for index in range(count)]
-            model, seen = train(training, strategy(devices, ops))
-            if training.saved_only:
-                path = pathlib.Path(folder) / "model.keras"
-                model.save(path)
-                loaded = keras.models.load_model(path)
-                inside, outside = (_evaluate(training, one) for one in (model, loaded))
-                return _largest((seen[0], inside), (loaded.get_weights(), outside))
-            return _largest(seen, _on_one_device(training))
-    except Exception as error:
-        return f"{type(error).__name__}: {first_words(str(error))}"
+            path = pathlib.Path(folder, "model.keras")
+            model.save(path)
+            other = keras.models.load_model(path)
+        numbers, others = (_evaluate(training, one) for one in (model, other))
+    else:
+        other, others = _on_one_device(training)
+    weights = zip(model.get_weights(), other.get_weights(), strict=True)
+    return (
+        max(float(np.abs(a - b).max()) for a, b in weights),
+        max(abs(a - b) / max(1, abs(b)) for a, b in zip(numbers, others, strict=True)),
+    )
 
 
 @functools.lru_cache(maxsize=1)
-def _on_one_device(training: Training) -> Seen:
-    return train(training, tf.distribute.get_strategy())[1]
+def _on_one_device(training: Training) -> tuple[keras.Model, list[float]]:
+    return _train(training, tf.distribute.get_strategy())
 
 
-def train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.Model, Seen]:
-    """Trains, and returns the model with its weights and the numbers that it reported."""
+def _train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.Model, list[float]]:
+    """Returns the trained model and the numbers that it reported."""
     keras.utils.set_random_seed(1)
     with strategy.scope():
         model = training.build()
-        arguments = {"loss": "mse", "metrics": list(training.metrics), **training.compile}
+        arguments = {"loss": "mse", "metrics": ["mae"], **training.compile}
         model.compile(training.optimizer(), **arguments)
     reported = _loop(training, model) if training.loop else _fit(training, model)
-    if training.evaluate_batch:
-        reported += _evaluate(training, model)
-    return model, (model.get_weights(), reported)
+    return model, reported + (_evaluate(training, model) if training.evaluate_batch else [])
 
 
 def _fit(training: Training, model: keras.Model) -> list[float]:
-    *data, weights = (*training.data(), None)[:3]
-    options = {"sample_weight": weights, "shuffle": False, "verbose": 0, **training.fit}
-    history = model.fit(*data, BATCH, epochs=2, **options).history
+    options = {"epochs": 2, "shuffle": False, "verbose": 0, **training.fit}
+    history = model.fit(*training.data, BATCH, **options).history
     return [number for name in sorted(history) for number in history[name]]
 
 
 def _loop(training: Training, model: keras.Model) -> list[float]:
     strategy = model.distribute_strategy
-    data = tf.data.Dataset.from_tensor_slices(training.data()).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices(training.data).batch(BATCH)
 
     def step(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -407,39 +371,37 @@ def _loop(training: Training, model: keras.Model) -> list[float]:
 
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:
-    inputs, targets, *_ = training.data()
-    return model.evaluate(inputs, targets, training.evaluate_batch, verbose=0)
-
-
-def _largest(one: Seen, other: Seen) -> Differences:
-    weights = max(float(np.abs(a - b).max()) for a, b in zip(one[0], other[0], strict=True))
-    reported = max(abs(a - b) / max(1, abs(b)) for a, b in zip(one[1], other[1], strict=True))
-    return weights, reported
+    return model.evaluate(*training.data, training.evaluate_batch, verbose=0)
 
 
 def row(training: Training, library: str) -> Row:
     """Runs a training with one library on all numbers of replicas."""
-    return judge(
-        training, {count: differences(training, library, count) for count in training.counts}
-    )
+    ops = tf.distribute.ReductionToOneDevice()
+    strategy: Any = partial(tf.distribute.MirroredStrategy, cross_device_ops=ops)
+    if library == "tfcdo":
+        strategy = partial(tfcdo.MirroredStrategy, **training.options)
+    found: dict[int, Differences | str] = {}
+    for count in training.counts:
+        devices = [f"CPU:{index}" for index in range(count)]
+        try:
+            found[count] = differences(training, strategy(devices))
+        except Exception as error:
+            found[count] = error_text(error)
+    return judge(training, found)
 
 
-def judge(training: Training, differences: Mapping[int, Differences | str]) -> Row:
+def judge(training: Training, found: Mapping[int, Differences | str]) -> Row:
     """Makes a row of the differences, or errors, by the number of replicas."""
-    errors = {count: text for count, text in differences.items() if isinstance(text, str)}
+    errors = {count: text for count, text in found.items() if isinstance(text, str)}
     if errors:
         counts = " and ".join(map(str, errors))
-        where = "" if len(errors) == len(differences) else f" ({counts} replicas)"
+        where = "" if len(errors) == len(found) else f" ({counts} replicas)"
         text, mark = f"{next(iter(errors.values()))}{where}", "✗"
     else:
-        pairs = [pair for pair in differences.values() if not isinstance(pair, str)]
-        weights, reported = map(max, zip(*pairs, strict=True))
-        equal = weights <= training.tolerance and reported <= training.tolerance
-        text, mark = f"{_short(weights)}, {_short(reported)}", "✓" if equal else "✗"
+        pairs = [pair for pair in found.values() if not isinstance(pair, str)]
+        largest = [max(numbers) for numbers in zip(*pairs, strict=True)]
+        text = ", ".join(f"{number:.0e}" if number else "0" for number in largest)
+        mark = "✓" if all(number <= training.tolerance for number in largest) else "✗"
     if mark == "✗" and training.reason:
         text, mark = f"{text}: {training.reason}", "~"
     return Row(training.name, mark, text)
-
-
-def _short(difference: float) -> str:
-    return f"{difference:.0e}" if difference else "0"

@@ -17,13 +17,6 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
     A random tree and some more links, each with a speed from 0.3 to 300 GB/s; on one machine in
     three a link may be slower one way than the other, and on one in three some devices have ports
     that all their links share. All other pairs meet in one, two or three host bridges.
-
-    Args:
-      num_devices: how many devices.
-      seed: draws the machine.
-
-    Returns:
-      The machine; the same arguments give the same.
     """
     rng = random.Random(f"{num_devices} {seed}")
     pairs = _connected(num_devices, rng)

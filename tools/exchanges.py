@@ -10,10 +10,6 @@ processes of its own. Handwritten digits are learned by a convolutional network 
 from __future__ import annotations
 
 import itertools
-import json
-import os
-import statistics
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -27,6 +23,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
 import tfcdo
+from tfcdo.bench import worker_pool
 from tfcdo.bench.hosts import open_link, shared_link
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 from tfcdo.launch import cluster
@@ -92,85 +89,73 @@ class _Clock(keras.callbacks.Callback):
             self.bytes = shared_link().count_bytes()
 
 
-def _work(model_name: str, training: str, num_steps: str) -> None:
-    """Trains on one host, and prints the results."""
-    steps = int(num_steps)
-    strategy = tfcdo.MultiWorkerMirroredStrategy(
-        devices_per_worker=1, check_in_sync=False, **TRAININGS[training]
-    )
-    keras.utils.set_random_seed(7)
-    with strategy.scope():
-        model = _MODELS[model_name]()
-        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-        model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
-    digits = load_digits()
-    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-    batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
-    data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
-    data = data.shuffle(len(images), seed=7).repeat().batch(batch)
-    clock = _Clock()
-    history = model.fit(
-        data,
-        epochs=steps // _STEPS_PER_POINT,
-        steps_per_epoch=_STEPS_PER_POINT,
-        shuffle=False,
-        verbose=0,
-        callbacks=[clock],
-    )
-    num_bytes = shared_link().count_bytes() - clock.bytes
-    tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
-    _, accuracy = model.evaluate(tests, verbose=0)
-    results = {
-        "seconds": (clock.ends[-1] - clock.ends[0]) / (steps - 1),
-        "median": statistics.median(np.diff(clock.ends)),
-        "bytes": num_bytes / (steps - 1),
-        "losses": history.history["loss"],
-        "accuracy": accuracy,
-        "weights": float(np.sum([np.abs(one).sum() for one in model.get_weights()])),
-    }
-    print(json.dumps(results), flush=True)
+class _Host:
+    """One host, in a process of its own."""
+
+    def __init__(self, training: str) -> None:
+        self._strategy = tfcdo.MultiWorkerMirroredStrategy(
+            devices_per_worker=1, check_in_sync=False, **TRAININGS[training]
+        )
+
+    def train(self, model_name: str, steps: int) -> dict[str, Any]:
+        keras.utils.set_random_seed(7)
+        with self._strategy.scope():
+            model = _MODELS[model_name]()
+            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+            model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
+        digits = load_digits()
+        images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
+        batch = _BATCH_PER_HOST * self._strategy.num_replicas_in_sync
+        data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
+        data = data.shuffle(len(images), seed=7).repeat().batch(batch)
+        clock = _Clock()
+        history = model.fit(
+            data,
+            epochs=steps // _STEPS_PER_POINT,
+            steps_per_epoch=_STEPS_PER_POINT,
+            shuffle=False,
+            verbose=0,
+            callbacks=[clock],
+        )
+        num_bytes = shared_link().count_bytes() - clock.bytes
+        tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
+        return {
+            "seconds": (clock.ends[-1] - clock.ends[0]) / (steps - 1),
+            "bytes": num_bytes / (steps - 1),
+            "losses": history.history["loss"],
+            "accuracy": model.evaluate(tests, verbose=0)[1],
+            "weights": float(np.sum([np.abs(one).sum() for one in model.get_weights()])),
+        }
 
 
 def _measure(
     model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = _STEPS
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     with open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
-        command = [*opened.command, sys.executable, __file__, "--worker", model, training]
-        quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-        processes = [
-            subprocess.Popen(
-                [*command, str(steps)],
-                env={**os.environ, **quiet, "TF_CONFIG": cluster.tf_config(addresses, host)},
-                stdout=subprocess.PIPE,
-                text=True,
-            )
-            for host in range(hosts)
-        ]
-        try:
-            outputs = [process.communicate(timeout=_SECONDS)[0] for process in processes]
-        finally:
-            for process in processes:
-                process.kill()
-    results = [json.loads(output.splitlines()[-1]) for output in outputs]
+        command = [*opened.command, sys.executable, __file__, training]
+        configs = [cluster.tf_config(addresses, host) for host in range(hosts)]
+        variables = [{**quiet, "TF_CONFIG": config} for config in configs]
+        with worker_pool.start_workers(command, variables) as pool:
+            results = pool.call("train", _SECONDS, model_name=model, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
     first: dict[str, Any] = results[0]
     return first
 
 
-def draw(found: Mapping[str, Mapping[str, Any]], title: str) -> Figure:
+def _draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
     """Draws the losses of trainings over the steps, and their bytes and times."""
     figure = Figure(figsize=(11, 4), layout="constrained")
     curves, bars, times = figure.subplots(1, 3, width_ratios=(2, 1, 1))
-    names = list(found)
-    for place, name in enumerate(names):
-        losses = found[name]["losses"]
-        places = np.arange(1, len(losses) + 1) * _STEPS_PER_POINT
-        style = {"linewidth": 4, "alpha": 0.3, "color": "black"} if not place else {}
-        (line,) = curves.semilogy(places, losses, label=name, **style)
-        for axes, key, scale in ((bars, "bytes", 1e-6), (times, "slow seconds", 1e3)):
-            axes.barh(name, found[name][key] * scale, color=line.get_color(), alpha=0.6)
-    curves.set(xlabel="step", ylabel="training loss", title=title)
+    for name, result in found.items():
+        losses = result["losses"]
+        steps = np.arange(1, len(losses) + 1) * _STEPS_PER_POINT
+        style = {"linewidth": 4, "alpha": 0.3, "color": "black"} if name == "float32" else {}
+        (line,) = curves.semilogy(steps, losses, label=name, **style)
+        bars.barh(name, result["bytes"] * 1e-6, color=line.get_color(), alpha=0.6)
+        times.barh(name, result["slow seconds"] * 1e3, color=line.get_color(), alpha=0.6)
+    curves.set(xlabel="step", ylabel="training loss", title="A transformer on two hosts")
     curves.legend(fontsize="small")
     bars.set(xlabel="MB per step", xscale="log")
     times.set(xlabel="ms per step at 100 Mbit/s", xscale="log", yticklabels=[])
@@ -185,10 +170,10 @@ def _two(picture: str) -> Iterator[Sequence[str]]:
         found = {}
         for name in TRAININGS:
             result = found[name] = _measure(model, name)
-            slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)
-            result["slow seconds"] = slow["seconds"]
-            yield [model, *_cells(name, result), f"{slow['seconds'] * 1e3:.1f}"]
-    draw(found, "A transformer on two hosts").savefig(picture, dpi=100)
+            slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)["seconds"]
+            result["slow seconds"] = slow
+            yield [model, *_cells(name, result), f"{slow * 1e3:.1f}"]
+    _draw(found).savefig(picture, dpi=100)
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
@@ -210,7 +195,7 @@ def main(picture: str) -> None:
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--worker":
-        _work(*sys.argv[2:])
+    if sys.argv[1] in TRAININGS:
+        worker_pool.serve(_Host)
     else:
         main(sys.argv[1])

@@ -36,23 +36,14 @@ import warm_python
 from fault_training import EPOCHS, SEED, STEPS
 
 # The faults of twenty cases, with the number of each; every twenty are shuffled by themselves.
-ROUND = {
-    "kill worker": 5,
-    "kill chief": 3,
-    "kill both": 2,
-    "notice": 4,
-    "pause": 3,
-    "stop": 1,
-    "cut": 2,
-}
-NAMES = {
-    "kill worker": "a worker is killed (SIGKILL)",
-    "kill chief": "the chief is killed",
-    "kill both": "the chief and a worker are killed",
-    "notice": "a host will be taken away (SIGTERM)",
-    "pause": "a host is stopped and continued (SIGSTOP, SIGCONT)",
-    "stop": "a host is stopped for good",
-    "cut": "the network of a host is cut",
+KINDS = {
+    "kill worker": (5, "a worker is killed (SIGKILL)"),
+    "kill chief": (3, "the chief is killed"),
+    "kill both": (2, "the chief and a worker are killed"),
+    "notice": (4, "a host will be taken away (SIGTERM)"),
+    "pause": (3, "a host is stopped and continued (SIGSTOP, SIGCONT)"),
+    "stop": (1, "a host is stopped for good"),
+    "cut": (2, "the network of a host is cut"),
 }
 MOMENTS = {
     "meeting": "before all hosts have met",
@@ -103,7 +94,7 @@ def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
     cuts = itertools.cycle(CUT_SECONDS)
     cases: list[Case] = []
     while len(cases) < count:
-        kinds = [kind for kind, times in ROUND.items() for _ in range(times)]
+        kinds = [kind for kind, (times, _) in KINDS.items() for _ in range(times)]
         drawn.shuffle(kinds)
         cases += [_draw_case(kind, drawn, cuts) for kind in kinds]
     return cases[:count]
@@ -384,7 +375,7 @@ def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float
     return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
 
 
-def document(results: Sequence[tuple[Case, Outcome]], planned: int, seed: int, note: str) -> str:
+def document(results: Sequence[tuple[Case, Outcome]], seed: int, note: str) -> str:
     """Returns the page: the method, a summary and the table."""
     shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     correct = sum(not outcome.problem for _, outcome in results)
@@ -402,14 +393,14 @@ training on the same number of hosts, and differ by at most {LARGEST_DIFFERENCE:
 No process may be left, and the training may not wait for longer than {LIMIT_SECONDS:g} s. So no
 host is stopped for good in a meeting, where others wait for it for ten minutes.
 
-**{correct} of {len(results)} cases are correct**, of {planned} that are planned. {note}
+**{correct} of {len(results)} cases are correct**, of 200 that are planned. {note}
 
 The share of useful time is the time of the steps, each counted once, of the time from the start of
 the launcher to the last step. The trainings take seconds, so starting hosts is most of it:
 undisturbed, the share is {shares} hosts.
 """
     kinds, moments = [], []
-    for kind, name in NAMES.items():
+    for kind, (_, name) in KINDS.items():
         done = [outcome for case, outcome in results if case.kind == kind]
         good = [outcome for outcome in done if not outcome.problem]
         columns = ["-", "-", "-"]
@@ -449,11 +440,6 @@ def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
     return (*cells, seconds, useful, *differences, outcome.problem or "correct")
 
 
-def _describe(case: Case) -> str:
-    """Says which fault comes, and when."""
-    return f"{NAMES[case.kind]}, {MOMENTS[case.moment]}; {case.hosts} hosts"
-
-
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--count", type=int, default=200, help="number of cases")
@@ -471,11 +457,13 @@ def main() -> int:
         print(note, flush=True)
         cases = kept
     results: list[tuple[Case, Outcome]] = []
-    for case in pages.with_progress(cases, _describe):
+    for case in pages.with_progress(
+        cases, lambda case: f"{KINDS[case.kind][1]}, {MOMENTS[case.moment]}; {case.hosts} hosts"
+    ):
         outcome = run_case(case)
         print(outcome.problem or "correct", flush=True)
         results.append((case, outcome))
-        arguments.path.write_text(document(results, 200, arguments.seed, note))
+        arguments.path.write_text(document(results, arguments.seed, note))
     return int(any(outcome.problem for _, outcome in results))
 
 

@@ -57,12 +57,7 @@ def strategy_with(wire: str) -> tf.distribute.Strategy:
 def train_digits(
     strategy: tf.distribute.Strategy, epochs: int = EPOCHS, num_tests: int = 0
 ) -> tuple[list[float], float]:
-    """Trains with clipped gradients and Dropout.
-
-    Returns:
-      The loss of each epoch, and the accuracy on the last images, which are not trained on; NaN
-      without any.
-    """
+    """Trains with clipping and Dropout; returns all losses, and the accuracy on other images."""
     from sklearn.datasets import load_digits
 
     images, labels = load_digits(return_X_y=True)

@@ -60,11 +60,6 @@ class Row(NamedTuple):
         return escaped(f"{self.mark} {_shortened(self.text, MAX_CELL)}")
 
     @property
-    def verdict(self) -> str:
-        """Returns the mark with the result."""
-        return f"{self.mark} {self.result}"
-
-    @property
     def result(self) -> str:
         """Returns the first number, or the kind of the error."""
         return escaped(re.split("[,:]", self.text)[0])
@@ -77,14 +72,14 @@ def escaped(text: str) -> str:
     return text.replace("|", "\\|").replace("\n", " ")
 
 
-def first_words(message: str) -> str:
-    """Returns the beginning of an error message, without what differs from run to run."""
+def error_text(error: Exception) -> str:
+    """Returns an error's class and first words, without what differs from run to run."""
     # The rest is the stack of the run; text between \033 and m is a color.
-    message = re.sub("\033\\[[0-9;]*m", "", message).partition("defined at (most recent")[0]
+    message = re.sub("\033\\[[0-9;]*m", "", str(error)).partition("defined at (most recent")[0]
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
         words = words.replace(name, "")
-    return _shortened(words, _MAX_MESSAGE)
+    return f"{type(error).__name__}: {_shortened(words, _MAX_MESSAGE)}"
 
 
 def _shortened(text: str, most: int) -> str:

@@ -69,16 +69,14 @@ def floor_seconds(num_devices: int, size: int) -> float:
     return min(passes) - seconds(lambda: tf.constant(0.0))
 
 
-def row(
-    case: str, measured: Sequence[Measurement], floor: Callable[[int, int], float]
-) -> list[str]:
+def row(case: str, measured: Sequence[Measurement]) -> list[str]:
     """Makes the cells of a row, in milliseconds."""
     named = {one.name: one for one in measured}
     ours = named[AUTO if AUTO in named else HOSTS]
     compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT), named.get(ALONE))
     times = [one.seconds if one else None for one in compared]
     if ALONE not in named:
-        times[-1] = floor(ours.num_devices, ours.size)
+        times[-1] = floor_seconds(ours.num_devices, ours.size)
     return [f"`{case}`", *("" if one is None else f"{one * 1e3:.1f}" for one in times)]
 
 
@@ -101,7 +99,7 @@ def main(path: pathlib.Path) -> None:
     """Measures and changes the page; the picture goes next to it."""
     rows = []
     for case in pages.with_progress(CASES):
-        rows.append(row(case, bench(case.split())[1], floor_seconds))
+        rows.append(row(case, bench(case.split())[1]))
         print(*rows[-1], flush=True)
     run, sweep = bench(["-g", "4"])
     draw(sweep).savefig(path.with_suffix(".png"), dpi=120)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import tempfile
 import unittest
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -168,10 +169,8 @@ def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         backbone = models.BertBackbone(*_BACKBONE, dropout=0.0, max_sequence_length=8)
         return models.BertTextClassifier(backbone, 2, preprocessor=None, dropout=0.0)
 
-    def optimizer() -> Any:
-        return keras.optimizers.Adam(0.001, global_clipnorm=0.1)
-
     inputs = {**_TEXT, "segment_ids": np.zeros_like(TOKENS)}
+    optimizer = partial(keras.optimizers.Adam, 0.001, global_clipnorm=0.1)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _fit(keras, strategy, make, optimizer, loss, inputs, LABELS)
 
@@ -185,9 +184,7 @@ def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         backbone = models.GPT2Backbone(*_BACKBONE, dropout=0.0, max_sequence_length=8)
         return models.GPT2CausalLM(backbone, preprocessor=None)
 
-    def optimizer() -> Any:
-        return keras.optimizers.SGD(0.1)
-
+    optimizer = partial(keras.optimizers.SGD, 0.1)
     loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
     return _fit(keras, strategy, make, optimizer, loss, _TEXT, np.roll(TOKENS, -1, axis=1))
 
@@ -203,9 +200,7 @@ def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         crossed = library.layers.FeatureCross()(embedded, embedded)
         return keras.Model(tokens, keras.layers.Dense(1)(crossed))
 
-    def optimizer() -> Any:
-        return keras.optimizers.SGD(0.1)
-
+    optimizer = partial(keras.optimizers.SGD, 0.1)
     return _fit(keras, strategy, make, optimizer, "mse", TOKENS, TARGETS)
 
 

@@ -7,7 +7,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from unittest import mock
 
 import warm_python
@@ -53,6 +53,10 @@ def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.
         yield opened
 
 
+def _silently(rounds: Iterable[int], description: str) -> Iterable[int]:
+    return rounds
+
+
 class HostsTest(absltest.TestCase):
     def test_steps_take_turns_and_each_is_counted(self):
         steps: list[str] = []
@@ -68,7 +72,7 @@ class HostsTest(absltest.TestCase):
         opened.count_bytes = lambda: sum(_STEPS[name][1] for name in steps)
         pool = contextlib.nullcontext(mock.Mock(call=call))
         with mock.patch.object(worker_pool, "start_workers", lambda *_: pool):
-            results = hosts.run(opened, 2, 3, iterations=4, warmup=1)
+            results = hosts.run(opened, 2, 3, 4, 1, _silently)
         self.assertEqual(steps, [*_STEPS] * 5)
         # A step ends when the slowest worker's does; the first round is warm-up.
         for one in results:
@@ -79,7 +83,7 @@ class HostsTest(absltest.TestCase):
     def test_tfcdo_sends_less(self):
         python = mock.patch.object(sys, "executable", warm_python.executable())
         with python, _open(self) as opened:
-            results = hosts.run(opened, 2, 2, iterations=1, warmup=1, num_blocks=0)
+            results = hosts.run(opened, 2, 2, 1, 1, _silently, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.

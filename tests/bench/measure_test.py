@@ -6,6 +6,7 @@ import json
 import math
 import os
 import pathlib
+import timeit
 from unittest import mock
 
 import numpy as np
@@ -19,6 +20,7 @@ from bench_testing import (
     measurement_of,
     names_of,
     setUpModule,  # noqa: F401
+    silently,
     tearDownModule,  # noqa: F401
 )
 from cli_testing import run_tfcdo
@@ -38,12 +40,13 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
             taken.append(name)
 
         compared = {"a": 1.0, "b": 0.002}
-        with mock.patch.object(measure.time, "perf_counter", lambda: now):
-            samplers = {
-                name: measure.Sampler(functools.partial(step, name, seconds))
+        timer = functools.partial(timeit.timeit, timer=lambda: now)
+        with mock.patch.object(measure.timeit, "timeit", timer):
+            samples = {
+                name: measure.TimedStep(functools.partial(step, name, seconds), 0.0, None).sample
                 for name, seconds in compared.items()
             }
-            times = results.take_turns(samplers, 2, 1, results.silently)
+            times = results.take_turns(samples, 2, 1, silently)
         # After the first round, as many calls of the short step as fill a sample.
         self.assertEqual("".join(taken), "ab" + 2 * "abbb")
         self.assertAllClose(times, {name: [one] * 2 for name, one in compared.items()})
@@ -62,7 +65,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         # The median of the differences, which is not the difference of the medians.
         name = "tfcdo.ReductionToOneDevice"
         walls = {"baseline": [1.0, 5.0, 9.0], name: [3.0, 6.0, 20.0]}
-        track = mock.Mock(side_effect=results.silently)
+        track = mock.Mock(side_effect=silently)
         with mock.patch.object(results, "take_turns", return_value=walls) as take_turns:
             compared = [implementation_of(name)]
             found = measure.run(SMALL, choose_devices(2), compared, 3, 0, track)
@@ -78,16 +81,16 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         self.assertGreater(ours.first_call or 0.0, 0.0)
 
 
-def _count_nodes(data: measure.Data, reduce: measure.Reduce | None) -> int:
+def _count_nodes(data: measure.Data, compared: measure.Implementation | None) -> int:
     """Counts the ops in the graph of a step and in the functions it calls."""
-    function = measure._function(data, reduce, returns=False).get_concrete_function()
+    function = measure._function(data, compared, returns=False).get_concrete_function()
     graph = function.graph.as_graph_def()
     return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
 
 class StepTest(parameterized.TestCase, tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
-        data = measure.place_values(SMALL, choose_devices(3))
+        data = measure.Data(SMALL, choose_devices(3))
         first, second, last = ([one.numpy() for one in variables] for variables in data.variables)
         # Each device has other values.
         self.assertNotAllEqual(first[0], second[0])
@@ -97,7 +100,7 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
         ops = measure.Implementation("wrong", forgets_the_last_device())
-        wrong = measure.build(data, ops.reducer(data.devices.names)).num_wrong
+        wrong = measure.build(data, ops).num_wrong
         self.assertEqual(wrong, expected)
         # A wrong shape is wrong in every element.
         values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 3
@@ -110,26 +113,25 @@ class StepTest(parameterized.TestCase, tf.test.TestCase):
         if one.reason_not_to_run(devices.names, "float32"):
             self.assertIn("Nccl", name)
             return
-        built = measure.build(measure.place_values(SMALL, devices), one.reducer(devices.names))
+        built = measure.build(measure.Data(SMALL, devices), one)
         self.assertEqual(built.num_wrong, 0)
         self.assertIsInstance(built.first_call, float)
 
     def test_small_values_of_one_shape_are_read_together(self):
         shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
-        data = measure.place_values(workloads.Workload("w", shapes), choose_devices(2))
-        self.assertEqual(data.coalesced, ((0, 3, 7), (1,), (2, 5), (4,), (6,)))
+        data = measure.Data(workloads.Workload("w", shapes), choose_devices(2))
+        self.assertEqual(data.coalesced, [[0, 3, 7], [1], [2, 5], [4], [6]])
         values = data.read()
         self.assertEqual([value.shape for value in values[1]], list(shapes))
         for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
             self.assertAllEqual(tf.add_n(addends), total)
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
-        data = measure.place_values(workloads.gradients_of("mobilenet"), choose_devices(4))
+        data = measure.Data(workloads.gradients_of("mobilenet"), choose_devices(4))
         base = _count_nodes(data, None)
 
         def added(name: str) -> int:
-            reduce = implementation_of(name).reducer(data.devices.names)
-            return _count_nodes(data, reduce) - base
+            return _count_nodes(data, implementation_of(name)) - base
 
         self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
 

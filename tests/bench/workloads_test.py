@@ -81,9 +81,10 @@ class ImplementationTest(parameterized.TestCase):
 
     def test_the_dtype_on_the_wire(self):
         cast = implementation_of("tfcdo.AutoAllReduce(wire_dtype='bfloat16')")
-        self.assertEqual(cast.wire, "bfloat16")
-        self.assertIsNone(implementation_of("tfcdo.AutoAllReduce").wire)
-        self.assertIsNone(implementation_of("tf.ReductionToOneDevice").wire)
+        self.assertEqual(cast.wire("float32"), "bfloat16")
+        self.assertIsNone(cast.wire("int32"))
+        self.assertIsNone(implementation_of("tfcdo.AutoAllReduce").wire("float32"))
+        self.assertIsNone(implementation_of("tf.ReductionToOneDevice").wire("float32"))
 
     @parameterized.parameters(
         ("tf.NcclAllReduce", True),

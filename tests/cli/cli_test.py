@@ -66,6 +66,7 @@ class CommandTest(cli_testing.CommandTestCase):
         (("doctor", "--devices", "0"), "--devices"),
         (("doctor", "--devices", "many"), "--devices"),
         (("trace", "--seconds", "-1"), "--seconds"),
+        (("trace", "--seconds", "inf"), "--seconds"),
     )
     def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
         self.assert_refused(re.escape(named), *arguments)

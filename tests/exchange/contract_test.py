@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import inspect
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -18,6 +19,7 @@ from tfcdo.exchange import (
     Collective,
     Exchange,
     PackSpec,
+    Peers,
     PowerSGD,
     Rehearsal,
     Sum,
@@ -25,8 +27,10 @@ from tfcdo.exchange import (
     rounding,
 )
 from tfcdo.exchange.casts import BY_NAME
+from tfcdo.exchange.protocol import CheckedPeers
 from tfcdo.plan.plan import digest
 
+KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
 
@@ -119,9 +123,13 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(hash(exchange), hash(dataclasses.replace(exchange)))  # type: ignore[type-var]
         self.assertLen(digest([exchange]), 16)
 
+    def test_peers_take_their_arguments_by_name(self):
+        for kind in KINDS:
+            ours, promised = getattr(CheckedPeers, kind), getattr(Peers, kind)
+            self.assertEqual(inspect.signature(ours), inspect.signature(promised))
+
     def test_bytes_of_a_collective(self):
-        kinds: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
-        found = [[Collective(kind, 1200).bytes_sent(hosts) for kind in kinds] for hosts in (2, 3)]
+        found = [[Collective(kind, 1200).bytes_sent(hosts) for kind in KINDS] for hosts in (2, 3)]
         self.assertEqual(found, [[1200, 600, 1200, 600], [1600, 800, 2400, 800]])
 
 

@@ -12,6 +12,10 @@ from absl.testing import parameterized
 from testing_utils import kernels_for
 
 import tfcdo
+from tfcdo.exchange import Cast
+from tfcdo.execute import between
+from tfcdo.plan.decide import BetweenHosts
+from tfcdo.topology import preset
 
 REMEDY = "use tfcdo.AutoAllReduce()"
 
@@ -96,6 +100,16 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(status.can_run, is_taken)
         if not is_taken:
             self.check_cannot(status, f"not take {dtype} but float16, float32,", "cast")
+
+    def test_an_exchange_takes_copy_trees_also_where_nccl_is_asked_for(self):
+        session = mock.Mock()
+        session.cluster.tasks = [mock.Mock(device_prefix="/job:localhost/replica:0/task:0")] * 2
+        session.cluster.index = 0
+        devices = tu.device_names(2)
+        network = between.Network(session, "nccl", devices, preset("pcie", 2))
+        ops = tfcdo.NcclAllReduce()._between(network, BetweenHosts(exchange=Cast("bfloat16")))
+        with kernels_for("CPU"):
+            self.assertIn("leave exchange out", ops.explain([[3]]).reason)
 
     def test_hidden_gpus_do_not_count(self):
         # TensorFlow numbers the GPUs that it may use from 0 on.

@@ -6,7 +6,8 @@ A test file imports `setUpModule` and `tearDownModule` by these names, for unitt
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
+from typing import Any
 
 import tensorflow as tf
 import testing_utils as tu
@@ -30,6 +31,12 @@ def setUpModule() -> None:
 
 def tearDownModule() -> None:
     _environment.close()
+
+
+def silently(sequence: Iterable[Any], *, description: str) -> Iterable[Any]:
+    """Yields the items of a sequence and shows nothing."""
+    del description
+    return sequence
 
 
 def implementation_of(name: str) -> measure.Implementation:

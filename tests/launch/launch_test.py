@@ -214,6 +214,8 @@ class ArgumentsTest(LaunchTestCase):
         (["--hosts", "a,b:1", "--index", "0", "train.py"], "must be 'host:port'"),
         (["--hosts", "a:70000", "--index", "0", "train.py"], "a:70000"),
         (["--hosts", "a:1,a:1", "--index", "0", "train.py"], "'a:1' twice"),
+        (["--hosts", "a:1,a:2", "--index", "0", "--workers", "2", "train.py"], "'a:2' twice"),
+        (["--hosts", "a:65535", "--index", "0", "--workers", "2", "train.py"], "'a:65536'"),
         (["--hosts", "", "--index", "0", "train.py"], "must be 'host:port'"),
     )  # fmt: skip
     def test_a_wrong_argument_gets_one_line(self, arguments: list[str], named: str):

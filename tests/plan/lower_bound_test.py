@@ -13,10 +13,11 @@ import plan_testing
 import scipy.optimize
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_machine
+from planner_table import bandwidth_bound
 
 from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.plan import cut, in_turn
-from tfcdo.plan.tree_program import bandwidth_bound, lower_bound_seconds
+from tfcdo.plan.tree_program import lower_bound_seconds
 from tfcdo.topology.links import Resource, Route, ordered_pairs
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology

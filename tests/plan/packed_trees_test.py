@@ -11,10 +11,10 @@ import numpy as np
 import plan_testing
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
+from planner_table import bandwidth_bound
 
 from tfcdo.plan import algorithms, copy_tree, packed_trees, simulator
 from tfcdo.plan.packed_trees import Stream, deal, rings_of
-from tfcdo.plan.tree_program import bandwidth_bound
 from tfcdo.topology.presets import preset
 
 MB, GB = 10**6, 10**9

@@ -29,7 +29,7 @@ def mixed(*kinds: tuple[str, tuple[int, ...] | None]) -> dict[int, ValueSpec]:
 def pack(
     values: Mapping[int, ValueSpec],
     how: Options,
-    algorithm: str = "hierarchical_copy",
+    algorithm: str | None = "hierarchical_copy",
     num_devices: int = 3,
     machine: str = "shared_memory",
 ) -> list[Pack]:
@@ -190,8 +190,8 @@ class TensorsTest(parameterized.TestCase):
         found = [([part.value for part in t.slices], t.stacked) for t in one.tensors]
         self.assertEqual(expected, found)
 
-    def test_one_tensor_per_pack(self):
-        [one] = pack(items((4,), (10**6,), (5,)), Options(1, one_tensor_per_pack=True))
+    def test_one_tensor_per_pack_without_trees(self):
+        [one] = pack(items((4,), (10**6,), (5,)), Options(1), None)
         self.assertLen(one.tensors, 1)
 
     def test_the_last_values_first(self):

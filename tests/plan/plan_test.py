@@ -7,7 +7,8 @@ from typing import Any
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.exchange import Blocks, Cast, PackSpec, Sum, casts
+from tfcdo.exchange import Blocks, Cast, Exchange, PackSpec, PowerSGD, Sum, TopK, casts
+from tfcdo.exchange.protocol import identity
 from tfcdo.plan.copy_tree import chain, star
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
 
@@ -108,6 +109,17 @@ class SummaryTest(parameterized.TestCase):
             dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
         )
         self.assertLen({key, *(other.residual_key for other in others)}, 5)
+
+    def test_the_names_of_exchanges_in_that_key_stay(self):
+        exchanges: tuple[Exchange, ...] = (Cast("float16", True), PowerSGD(4), TopK(0.5))
+        self.assertEqual(
+            [identity(each) for each in exchanges],
+            [
+                "tfcdo.exchange.casts.Cast(dtype='float16', error_feedback=True)",
+                "tfcdo.exchange.compression.PowerSGD(rank=4, error_feedback=True, start_step=0)",
+                "tfcdo.exchange.compression.TopK(fraction=0.5, error_feedback=True)",
+            ],
+        )
 
     def test_bytes_that_are_sent(self):
         made = plan(pack((0, 0, 10), wire=Cast("float16")), pack((1, 0, 5)))

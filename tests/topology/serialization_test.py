@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import math
 import pathlib
@@ -110,6 +111,10 @@ class FormatsTest(parameterized.TestCase):
         found = measurement.read(_FOLDER / f"measured_{version}.json")
         self.assertEqual(found.topology, preset("pcie", 2))
         self.assertEqual(found.nccl, ((4096, 1e-5), (1 << 20, 1e-4)))
+
+    def test_a_topology_is_not_taken_for_a_measurement_by_its_name(self):
+        machine = dataclasses.replace(preset("pcie", 2), name="date")
+        self.assertEqual(machine, measurement.parse(machine.to_json().encode()).topology)
 
     def test_two_fields_that_had_other_names(self):
         machine = Topology.from_json(_text("topology_detour"))

@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import dataclasses
 import datetime
-import importlib.metadata
 import platform
 from typing import Any
 
+import tensorflow as tf
+
+from tfcdo import tf_internals, virtual_devices
 from tfcdo.topology.detection import num_cores, processor_name
 from tfcdo.version import __version__
 
@@ -26,17 +28,11 @@ class ChosenDevices:
     def wait(self) -> None:
         """Waits until the devices have done their work; ops on processors have."""
         if not self.on_cpu:
-            import tensorflow as tf
-
             tf.test.experimental.sync_devices()
 
 
 def choose_devices(count: int | None) -> ChosenDevices:
     """Chooses GPUs if there are enough, else virtual CPU devices; None: all GPUs, or 4 of these."""
-    import tensorflow as tf
-
-    from tfcdo import tf_internals, virtual_devices
-
     gpus = tf.config.list_physical_devices("GPU")
     if count is None:
         count = len(gpus) if len(gpus) > 1 else _VIRTUAL_DEVICES
@@ -52,12 +48,6 @@ def choose_devices(count: int | None) -> ChosenDevices:
     return ChosenDevices(tuple(map(tf_internals.canonical_device, names)), description, on_cpu)
 
 
-def tensorflow_version() -> str:
-    """Returns the version from the package's metadata, as importing TensorFlow takes seconds."""
-    package, *_ = importlib.metadata.packages_distributions()["tensorflow"]
-    return importlib.metadata.version(package)
-
-
 def describe_environment(devices: str) -> dict[str, Any]:
     """Describes when, where and with which versions something was measured."""
     return {
@@ -70,7 +60,7 @@ def describe_environment(devices: str) -> dict[str, Any]:
         "devices": devices,
         "versions": {
             "tfcdo": __version__,
-            "tensorflow": tensorflow_version(),
+            "tensorflow": tf.__version__,
             "python": platform.python_version(),
         },
     }

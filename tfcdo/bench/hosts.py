@@ -8,7 +8,6 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
-import math
 import os
 import pathlib
 import re
@@ -16,7 +15,7 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from typing import Any
 
 import keras
@@ -24,7 +23,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo import tf_internals
+from tfcdo import tf_internals, virtual_devices
 from tfcdo.bench import results, worker_pool
 from tfcdo.bench.results import ALONE
 from tfcdo.launch import cluster
@@ -33,7 +32,6 @@ _WIRES = ("bfloat16", "int8")
 # Seconds for a step; tracing its graph takes a minute on a busy machine.
 _TIMEOUT = 900.0
 
-_LOOPBACK = "lo"
 # How long a packet may wait at the limit: long enough that TCP keeps the link full.
 _QUEUE_SECONDS = 0.4
 # The kernel lets packets of up to 64 KiB through a loopback interface, and gives them their turn
@@ -49,7 +47,7 @@ _CLASSES = 10
 # A small vision transformer: with 6 blocks, 7.5 million parameters or 30 MB of gradients.
 _WIDTH = 320
 _HEADS = 5
-# As many however many devices share them, so that the time of computing is much the same.
+# For all devices together, at least one each: computing takes much the same time on any number.
 _IMAGES_PER_WORKER = 12
 
 
@@ -59,14 +57,15 @@ def run(
     num_devices: int,
     iterations: int,
     warmup: int,
+    track: results.Track,
     num_blocks: int = 6,
-    track: results.Track = results.silently,
 ) -> list[results.Measurement]:
     """Trains a model on the same data under each strategy, a step of each in turn."""
     names = {
         "tfcdo": "tfcdo.MultiWorkerMirroredStrategy",
         **{f"tfcdo {wire}": f"the same, exchange={wire!r}" for wire in _WIRES},
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
+        ALONE: ALONE,
     }
     command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts"]
     command += [str(num_devices), str(num_blocks)]
@@ -88,7 +87,6 @@ def run(
                 seconds = max(pool.call("step", _TIMEOUT, name=kind))
                 return seconds, opened.count_bytes() - before
 
-            names[ALONE] = ALONE
             steps = {kind: functools.partial(step, kind) for kind in names}
             taken = results.take_turns(steps, iterations, warmup, track)
     found = []
@@ -121,7 +119,7 @@ class Loopback:
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""
         # The first column counts the bytes received: on a loopback, all bytes sent.
-        (count,) = re.findall(rf"^ *{_LOOPBACK}: *(\d+)", self.counters.read_text(), re.MULTILINE)
+        (count,) = re.findall(r"^ *lo: *(\d+)", self.counters.read_text(), re.MULTILINE)
         return int(count)
 
 
@@ -134,11 +132,17 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
     make, enter = ["unshare", "--net"], ["nsenter", "--net"]
     if os.geteuid():
         make, enter = [*make, "--map-root-user"], [*enter, "--user", "--preserve-credentials"]
+    script = ["ip link set lo up"]
+    if rate:
+        burst = max(_MIN_BURST, round(rate * _TICK))
+        # To tc, bps are bytes per second.
+        limit = f"rate {round(rate)}bps burst {burst} latency {round(_QUEUE_SECONDS * 1000)}ms"
+        script.append(f"tc qdisc add dev lo root tbf {limit}")
     # A program that holds the namespace until its standard input is closed.
-    script = f"ip link set {_LOOPBACK} up && {_shaping(rate)} && echo ready && exec cat"
+    script += ["echo ready", "exec cat"]
     pipe = subprocess.PIPE
     with subprocess.Popen(
-        [*make, "sh", "-c", script], stdin=pipe, stdout=pipe, stderr=pipe, text=True
+        [*make, "sh", "-c", " && ".join(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as holder:
         assert holder.stdout
         assert holder.stderr
@@ -156,44 +160,31 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
 
 
 def shared_link() -> Loopback:
-    """Returns the machine's own loopback interface, which other programs use as well."""
+    """Returns the machine's own loopback interface, which other programs also use."""
     return Loopback((), pathlib.Path("/proc/net/dev"))
-
-
-def _shaping(rate: float | None) -> str:
-    if rate is None:
-        return "true"
-    # To tc, bps are bytes per second.
-    return (
-        f"tc qdisc add dev {_LOOPBACK} root tbf rate {round(rate)}bps "
-        f"burst {max(_MIN_BURST, round(rate * _TICK))} latency {round(_QUEUE_SECONDS * 1000)}ms"
-    )
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):
     """TensorFlow's own implementation; it would use one CPU device of each worker."""
 
-    def __init__(self, strategy: tf.distribute.Strategy, num_devices: int) -> None:
-        self._num_devices = num_devices
-        super().__init__(
-            strategy,
-            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
-            communication_options=tf.distribute.experimental.CommunicationOptions(),
-        )
-
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        devices = (f"{worker_device}/device:CPU:{index}" for index in range(self._num_devices))
-        return tuple(devices), "CPU"
+        kind, count = virtual_devices.devices_here(cluster_resolver)
+        return tuple(f"{worker_device}/device:{kind}:{index}" for index in range(count)), kind
 
 
 class _TensorFlowStrategy(tf.distribute.MultiWorkerMirroredStrategy):
     """`tf.distribute.MultiWorkerMirroredStrategy` over several CPU devices of each worker."""
 
-    def __init__(self, num_devices: int) -> None:
+    def __init__(self) -> None:
+        extended = _TensorFlowExtended(
+            self,
+            cluster_resolver=tf.distribute.cluster_resolver.TFConfigClusterResolver(),
+            communication_options=tf.distribute.experimental.CommunicationOptions(),
+        )
         # TensorFlow's own __init__ would make its own extended class.
-        tf.distribute.Strategy.__init__(self, _TensorFlowExtended(self, num_devices))
+        tf.distribute.Strategy.__init__(self, extended)
 
 
 class _Training:
@@ -212,15 +203,7 @@ class _Training:
         images = generator.random((*shape, *_IMAGE), np.float32)
         labels = generator.integers(0, _CLASSES, shape)
         self._batch = [self._distribute(images), self._distribute(labels)]
-        self.train = self._make_step(self._update)
-        # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
-        self.compute = self._make_step(self._gradients)
-
-    @property
-    def gradient_bytes(self) -> int:
-        """Returns the bytes of a replica's gradients."""
-        count: int = sum(math.prod(one.shape) for one in self._model.trainable_variables)
-        return 4 * count
+        self.gradient_bytes: int = 4 * self._model.count_params()
 
     def _distribute(self, by_replica: np.ndarray) -> Any:
         """Gives each replica of this worker its own value."""
@@ -228,20 +211,20 @@ class _Training:
             lambda context: tf.constant(by_replica[context.replica_id_in_sync_group])
         )
 
-    def _make_step(self, replica_step: Callable[..., Any]) -> Callable[[], None]:
-        @tf.function(autograph=False)
-        def step(images: Any, labels: Any) -> Any:
-            results = self._strategy.run(replica_step, args=(images, labels))
-            return [
-                self._strategy.experimental_local_results(one) for one in tf.nest.flatten(results)
-            ]
+    def step(self, updates: bool) -> float:
+        """Takes a step, or only computes its gradients; returns the seconds until its end."""
+        start = time.perf_counter()
+        losses, *_ = self._step(updates, *self._batch)
+        for loss in losses:
+            loss.numpy()
+        return time.perf_counter() - start
 
-        def step_and_wait() -> None:
-            (losses, *_) = step(*self._batch)
-            for loss in losses:
-                loss.numpy()
-
-        return step_and_wait
+    @tf.function(autograph=False)
+    def _step(self, updates: bool, images: Any, labels: Any) -> Any:
+        # The gradients are returned: TensorFlow leaves out ops that nothing depends on.
+        replica_step = self._update if updates else self._gradients
+        returned = self._strategy.run(replica_step, args=(images, labels))
+        return [self._strategy.experimental_local_results(one) for one in tf.nest.flatten(returned)]
 
     def _gradients(self, images: tf.Tensor, labels: tf.Tensor) -> tuple[tf.Tensor, list[Any]]:
         with tf.GradientTape() as tape:
@@ -282,14 +265,12 @@ class _Trainings:
         strategies = {
             "tfcdo": ours(),
             **{f"tfcdo {wire}": ours(exchange=wire) for wire in _WIRES},
-            "tf": _TensorFlowStrategy(devices),
+            "tf": _TensorFlowStrategy(),
         }
         self._trainings = {
             name: _Training(strategy, devices, int(num_blocks))
             for name, strategy in strategies.items()
         }
-        self._steps = {name: training.train for name, training in self._trainings.items()}
-        self._steps[ALONE] = self._trainings["tf"].compute
 
     def gradient_bytes(self) -> int:
         """Returns the bytes of a replica's gradients."""
@@ -297,9 +278,8 @@ class _Trainings:
 
     def step(self, name: str) -> float:
         """Takes a step; returns its seconds."""
-        start = time.perf_counter()
-        self._steps[name]()
-        return time.perf_counter() - start
+        training = self._trainings["tf" if name == ALONE else name]
+        return training.step(updates=name != ALONE)
 
 
 if __name__ == "__main__":

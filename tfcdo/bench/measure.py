@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import gc
 import math
 import time
+import timeit
 import types
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -22,17 +22,16 @@ from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan.decide import Options
 
-# From one `PerReplica` per value to one `Mirrored` per value.
-Reduce = Callable[[Sequence[Any]], Sequence[Any]]
 # `[d][v]`: value `v` as device `d` holds it.
 ValuesByDevice = list[list[tf.Tensor]]
-Step = Callable[[], Any]
 
 # Reading one variable takes longer than all-reducing one small value, so the reads would hide the
 # all-reduce. Values of one shape up to this many bytes share a variable.
 _MAX_COALESCED_BYTES = 2**16
+# Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
+_SHORTEST_SAMPLE = 0.005
 
-# What a strategy uses by itself has no public class.
+# A strategy's default has no public class.
 _STRATEGY_DEFAULT = "tf.CollectiveAllReduce"
 _KNOWN = (
     "tfcdo.AutoAllReduce",
@@ -59,38 +58,37 @@ class Implementation:
     """An implementation of all-reduce."""
 
     name: str  # As in Python, such as `tf.HierarchicalCopyAllReduce(num_packs=8)`.
-    ops: tf.distribute.CrossDeviceOps | None  # None: what a strategy uses by itself.
+    ops: tf.distribute.CrossDeviceOps | None  # None: a strategy's default.
 
     @property
     def package(self) -> str:
         """Returns `OURS` or `TENSORFLOW`."""
         return OURS if self.name.startswith(f"{OURS}.") else TENSORFLOW
 
-    @property
-    def wire(self) -> str | None:
-        """Returns the dtype in which float32 and float64 are sent; None for their own."""
+    def wire(self, dtype: str) -> str | None:
+        """Returns the 16-bit dtype in which values of a dtype are sent; None for their own."""
         wire = self._options.wire if self._options else None
-        return wire.dtype if wire else None
+        return wire.dtype if wire and dtype in ("float32", "float64") else None
 
     @property
     def _options(self) -> Options | None:
         """Returns the options of one of tfcdo's classes."""
         return getattr(self.ops, "_options", None)
 
-    def reducer(self, devices: Sequence[str]) -> Reduce:
-        """Returns the function that sums a batch of values over these devices."""
+    def all_reduce(self, devices: Sequence[str], values: ValuesByDevice) -> ValuesByDevice:
+        """Sums a batch of values over these devices."""
         batch_reduce = self.ops.batch_reduce if self.ops is not None else _default(tuple(devices))
-        return lambda values: batch_reduce(
-            tf.distribute.ReduceOp.SUM, [(value, value) for value in values]
-        )
+        own = map(tf_internals.per_replica, zip(*values, strict=True))
+        reduced = batch_reduce(tf.distribute.ReduceOp.SUM, [(value, value) for value in own])
+        components = map(tf_internals.components, reduced)
+        return [list(device_results) for device_results in zip(*components, strict=True)]
 
     def reason_not_to_run(self, devices: Sequence[str], dtype: str) -> str | None:
         """Returns the reason why this implementation cannot run."""
         ours = self._options is not None and self._options.nccl == "always"
         if not ours and not isinstance(self.ops, tf.distribute.NcclAllReduce):
             return None
-        cast = self.wire if dtype in ("float32", "float64") else None
-        status = tfcdo.nccl_status(devices, cast or dtype)
+        status = tfcdo.nccl_status(devices, self.wire(dtype) or dtype)
         return None if status.can_run else str(status)
 
     def check_arguments(self, devices: Sequence[str]) -> None:
@@ -99,7 +97,7 @@ class Implementation:
             return
         numbers = on_each(devices, lambda: tf.ones([]))
         try:
-            self.reducer(devices)([tf_internals.per_replica(numbers)])
+            self.all_reduce(devices, [[number] for number in numbers])
         except Exception as error:
             message = str(error).partition("\n")[0]
             raise ValueError(f"{self.name}: {message}") from error
@@ -109,7 +107,8 @@ class Implementation:
 # like the first one's, which TensorFlow takes for the same ops.
 @functools.cache
 def _default(devices: tuple[str, ...]) -> Callable[..., Sequence[Any]]:
-    strategy = tf.distribute.MirroredStrategy(list(devices))
+    with tf.init_scope():
+        strategy = tf.distribute.MirroredStrategy(list(devices))
     reduce: Callable[..., Sequence[Any]] = strategy.extended.batch_reduce_to
     return reduce
 
@@ -132,18 +131,34 @@ def parse(name: str) -> list[Implementation]:
     return [Implementation(name, ops)]
 
 
-@dataclasses.dataclass(frozen=True)
 class Data:
-    """Values that all implementations of a run reduce."""
+    """Values that all implementations of a run reduce: other small integers on each device."""
 
-    workload: workloads.Workload
-    devices: ChosenDevices
-    # For each variable, the indices of the values that share it on each device.
-    coalesced: tuple[tuple[int, ...], ...]
-    # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
-    variables: tuple[tuple[tf.Variable, ...], ...]
-    sums: tuple[np.ndarray, ...]  # numpy's.
-    always_true: tuple[tf.Variable, ...]  # One on each device, for `_consume`.
+    def __init__(self, workload: workloads.Workload, devices: ChosenDevices) -> None:
+        self.workload, self.devices = workload, devices
+        groups: dict[Any, list[int]] = {}
+        for index, shape in enumerate(workload.shapes):
+            size = math.prod(shape) * workloads.bytes_of(workload.dtype)
+            groups.setdefault(shape if size <= _MAX_COALESCED_BYTES else index, []).append(index)
+        # For each variable, the indices of the values that share it on each device.
+        self.coalesced = list(groups.values())
+        # `[d][i]`: the values `coalesced[i]` of device `d`, several along a new first axis.
+        self.variables: list[list[tf.Variable]] = []
+        # numpy's, which every dtype holds exactly.
+        self.sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
+        self.always_true = []  # One on each device.
+        for rank, device in enumerate(devices.names):
+            arrays = workloads.draw_values(workload, seed=rank)
+            for total, array in zip(self.sums, arrays, strict=True):
+                total += array
+            with tf.device(device):
+                self.variables.append([self._variable(arrays, one) for one in self.coalesced])
+                self.always_true.append(tf.Variable(True))
+
+    def _variable(self, arrays: Sequence[np.ndarray], indices: Sequence[int]) -> tf.Variable:
+        chosen = [arrays[index] for index in indices]
+        stacked = np.stack(chosen) if len(chosen) > 1 else chosen[0]
+        return tf.Variable(stacked.astype(tf.as_dtype(self.workload.dtype).as_numpy_dtype))
 
     def read(self) -> ValuesByDevice:
         """Reads the variables, each on its device."""
@@ -160,68 +175,39 @@ class Data:
 
     def num_wrong(self, reduced: ValuesByDevice) -> int:
         """Counts the elements, over all devices, that differ from numpy's sums."""
-        return sum(
-            _num_wrong(result, expected)
-            for device_results in reduced
-            for result, expected in zip(device_results, self.sums, strict=True)
-        )
+        wrong = 0
+        for device_results in reduced:
+            for result, expected in zip(device_results, self.sums, strict=True):
+                actual = result.numpy()
+                if actual.shape == expected.shape:
+                    wrong += int(np.count_nonzero(actual != expected.astype(actual.dtype)))
+                else:
+                    wrong += expected.size
+        return wrong
 
 
-def place_values(workload: workloads.Workload, devices: ChosenDevices) -> Data:
-    """Places other small integers on each device, whose sums every dtype holds exactly."""
-    dtype = tf.as_dtype(workload.dtype).as_numpy_dtype
-    sums = [np.zeros(shape, np.int16) for shape in workload.shapes]
-    coalesced = _coalesced(workload)
-    variables, always_true = [], []
-    for rank, device in enumerate(devices.names):
-        arrays = workloads.draw_values(workload, seed=rank)
-        for total, array in zip(sums, arrays, strict=True):
-            total += array
-        with tf.device(device):
-            variables.append(
-                tuple(tf.Variable(_stacked(arrays, indices).astype(dtype)) for indices in coalesced)
-            )
-            always_true.append(tf.Variable(True))
-    return Data(workload, devices, coalesced, tuple(variables), tuple(sums), tuple(always_true))
-
-
-def _coalesced(workload: workloads.Workload) -> tuple[tuple[int, ...], ...]:
-    groups: dict[Any, list[int]] = {}
-    for index, shape in enumerate(workload.shapes):
-        small = math.prod(shape) * workload.itemsize <= _MAX_COALESCED_BYTES
-        groups.setdefault(shape if small else index, []).append(index)
-    return tuple(map(tuple, groups.values()))
-
-
-def _stacked(arrays: Sequence[np.ndarray], indices: Sequence[int]) -> np.ndarray:
-    if len(indices) == 1:
-        return arrays[indices[0]]
-    return np.stack([arrays[index] for index in indices])
-
-
-def all_reduce(reduce: Reduce | None, values_by_device: ValuesByDevice) -> ValuesByDevice:
-    """All-reduces one batch."""
-    if reduce is None:
-        return values_by_device
-    values = zip(*values_by_device, strict=True)
-    reduced = reduce([tf_internals.per_replica(value) for value in values])
-    components = map(tf_internals.components, reduced)
-    return [list(device_results) for device_results in zip(*components, strict=True)]
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass
 class TimedStep:
     """A step that can be timed, and the facts that were found while it was built."""
 
-    step: Step
+    step: Callable[[], Any]
     first_call: float  # Seconds, tracing included.
-    num_wrong: int  # Elements.
+    num_wrong: int | None  # Elements; None without an all-reduce.
+    fastest: float = math.inf  # Seconds of a call.
+
+    def sample(self) -> float:
+        """Returns the seconds of a call, the average of as many as fill a sample."""
+        num_calls = max(1, math.ceil(_SHORTEST_SAMPLE / self.fastest))
+        # It keeps the garbage collector, which may look at all objects of the graphs, out of it.
+        seconds = timeit.timeit(self.step, number=num_calls) / num_calls
+        self.fastest = min(self.fastest, seconds)
+        return seconds
 
 
-def build(data: Data, reduce: Reduce | None) -> TimedStep:
+def build(data: Data, compared: Implementation | None) -> TimedStep:
     """Builds a graph that reads the values from variables, all-reduces, and uses every result."""
     start = time.perf_counter()
-    function = _function(data, reduce, returns=not data.devices.on_cpu).get_concrete_function()
+    function = _function(data, compared, returns=not data.devices.on_cpu).get_concrete_function()
 
     def step() -> None:
         function()
@@ -230,62 +216,28 @@ def build(data: Data, reduce: Reduce | None) -> TimedStep:
     step()
     first_call = time.perf_counter() - start
     # Traced once more, so that nothing that is timed calls Python.
-    wrong = 0 if reduce is None else data.num_wrong(_function(data, reduce, returns=True)())
+    wrong = data.num_wrong(_function(data, compared, returns=True)()) if compared else None
     return TimedStep(step, first_call, wrong)
 
 
-def _function(data: Data, reduce: Reduce | None, returns: bool) -> Any:
+def _function(data: Data, compared: Implementation | None, returns: bool) -> Any:
     """Makes a function that all-reduces, and returns the results or only uses them."""
 
     @tf.function(autograph=False)
     def step() -> ValuesByDevice | None:
-        reduced = all_reduce(reduce, data.read())
+        values = data.read()
+        if compared:
+            values = compared.all_reduce(data.devices.names, values)
         if returns:
-            return reduced
-        _consume(data, reduced)
+            return values
+        # `Assert` takes any number of tensors, neither reads nor copies them while its condition
+        # holds, and is never optimized away. Its condition is no constant: TensorFlow folds those.
+        for device, always_true, sums in zip(data.devices.names, data.always_true, values):
+            with tf.device(device):
+                tf.raw_ops.Assert(condition=always_true.read_value(), data=sums, summarize=1)
         return None
 
     return step
-
-
-def _consume(data: Data, reduced: ValuesByDevice) -> None:
-    """Uses each result on its device at almost no cost."""
-    # `Assert` takes any number of tensors, neither reads nor copies them while its condition holds,
-    # and is never optimized away. The condition is a variable, as TensorFlow folds constants.
-    for device, always_true, device_results in zip(
-        data.devices.names, data.always_true, reduced, strict=True
-    ):
-        with tf.device(device):
-            tf.raw_ops.Assert(condition=always_true.read_value(), data=device_results, summarize=1)
-
-
-def _num_wrong(result: tf.Tensor, expected: np.ndarray) -> int:
-    actual = result.numpy()
-    if actual.shape != expected.shape:
-        return expected.size
-    return int(np.count_nonzero(actual != expected.astype(actual.dtype)))
-
-
-# Seconds. A shorter sample would measure the clock and the switch from one graph to the next.
-_SHORTEST_SAMPLE = 0.005
-
-
-class Sampler:
-    """Times a step, with as many calls as fill a sample."""
-
-    def __init__(self, step: Step) -> None:
-        self._step = step
-        self._fastest = math.inf
-
-    def __call__(self) -> float:
-        """Returns the seconds of a call."""
-        num_calls = max(1, math.ceil(_SHORTEST_SAMPLE / self._fastest))
-        start = time.perf_counter()
-        for _ in range(num_calls):
-            self._step()
-        seconds = (time.perf_counter() - start) / num_calls
-        self._fastest = min(self._fastest, seconds)
-        return seconds
 
 
 def run(
@@ -294,43 +246,33 @@ def run(
     compared: Sequence[Implementation],
     iterations: int,
     warmup: int,
-    track: results.Track = results.silently,
+    track: results.Track,
 ) -> list[results.Measurement]:
     """Measures implementations, and last the baseline: the same graph without an all-reduce."""
     # The baseline is built first: the first step also pays for what TensorFlow does only once.
-    data = place_values(workload, devices)
+    data = Data(workload, devices)
     built = {BASELINE: build(data, None)}
-    kinds = {one.name: one.package for one in compared} | {BASELINE: BASELINE}
-    sent_sizes = {one.name: 2 * workload.count for one in compared if one.wire}
     for one in track(compared, description="building and checking"):
-        built[one.name] = build(data, one.reducer(devices.names))
-
-    samplers = {name: Sampler(one.step) for name, one in built.items()}
-    gc.collect()
-    # Else the garbage collector may look at all objects of the graphs in the middle of a sample.
-    gc.freeze()
-    try:
-        taken = results.take_turns(samplers, iterations, warmup, track)
-    finally:
-        gc.unfreeze()  # The graphs of this workload must not stay for the next.
-    times = {name: np.array(samples) for name, samples in taken.items()}
+        built[one.name] = build(data, one)
+    samples = {name: step.sample for name, step in built.items()}
+    taken = results.take_turns(samples, iterations, warmup, track)
+    baseline = np.array(taken[BASELINE])
+    named = {one.name: one for one in compared}
     found = []
-    for name, kind in kinds.items():
-        is_baseline = kind == BASELINE
-        seconds = times[name] if is_baseline else times[name] - times[BASELINE]
+    for name, one in (*named.items(), (BASELINE, None)):
         found.append(
             results.Measurement(
                 name,
-                kind,
+                one.package if one else BASELINE,
                 len(devices.names),
-                *results.median_and_spread(seconds),
+                *results.median_and_spread(taken[name] - baseline if one else baseline),
                 workload=workload.name,
                 size=workload.size,
                 count=workload.count,
                 dtype=workload.dtype,
-                wrong=None if is_baseline else built[name].num_wrong,
+                wrong=built[name].num_wrong,
                 first_call=built[name].first_call,
-                sent_size=sent_sizes.get(name),
+                sent_size=2 * workload.count if one and one.wire(workload.dtype) else None,
             )
         )
     return found

@@ -16,15 +16,9 @@ Track = Callable[..., Iterable[Any]]
 _Sample = TypeVar("_Sample")
 
 
-def silently(sequence: Iterable[Any], *, description: str) -> Iterable[Any]:
-    """Yields the items of a sequence and shows nothing."""
-    del description
-    return sequence
-
-
 @dataclasses.dataclass(frozen=True)
 class Measurement:
-    """Measurement of one implementation or strategy; None for what its bench does not measure."""
+    """Measurement of one implementation or strategy; None: not measured in this bench."""
 
     name: str
     kind: str  # `OURS`, `TENSORFLOW`, or what else it is compared with.

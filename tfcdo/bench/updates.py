@@ -15,12 +15,7 @@ from tfcdo.bench import results
 from tfcdo.bench.devices import ChosenDevices
 
 # A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
-_SHAPES = (
-    *[(1024, 1024)] * 12,
-    *[(1024,)] * 12,
-    *[(3, 3, 256, 256)] * 8,
-    *[(256,)] * 40,
-)
+_SHAPES = (*[(1024, 1024)] * 12, *[(1024,)] * 12, *[(3, 3, 256, 256)] * 8, *[(256,)] * 40)
 _SEED = 7
 
 
@@ -29,7 +24,7 @@ def run(
     devices: ChosenDevices,
     iterations: int,
     warmup: int,
-    track: results.Track = results.silently,
+    track: results.Track,
 ) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
     names = list(devices.names)
@@ -38,10 +33,10 @@ def run(
         "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
         "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
     }
-    updates, first = {}, {}
-    for name in track(list(strategies), description="first steps"):
-        updates[name] = _Updates(strategies[name], optimizer, devices)
-        first[name] = updates[name].step()
+    updates = {
+        name: _Updates(strategies[name], optimizer, devices)
+        for name in track(list(strategies), description="first steps")
+    }
     steps = {name: one.step for name, one in updates.items()}
     taken = results.take_turns(steps, iterations, warmup, track)
     return [
@@ -52,7 +47,7 @@ def run(
             *results.median_and_spread(taken[name]),
             workload=optimizer,
             size=4 * sum(map(math.prod, _SHAPES)),
-            first_call=first[name],
+            first_call=one.first_call,
             state_bytes=one.state_bytes(),
         )
         for name, one in updates.items()
@@ -73,6 +68,7 @@ class _Updates:
             self._optimizer = keras.optimizers.get(name)
             self._optimizer.build(self._variables)
         self._function = tf.function(lambda: self._strategy.run(self._on_replica))
+        self.first_call = self.step()
 
     def _on_replica(self) -> None:
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group

@@ -104,6 +104,11 @@ def start_workers(
         yield WorkerPool(workers)
 
 
+def first_line(error: Exception) -> str:
+    """Returns the first line of an error's message."""
+    return (str(error) or repr(error)).strip().partition("\n")[0]
+
+
 def serve(make: Callable[..., Any]) -> None:
     """Serves an object until the channel ends; the command line has the object's arguments."""
     channel = Connection(os.dup(0))
@@ -118,8 +123,7 @@ def serve(make: Callable[..., Any]) -> None:
             answer = getattr(served, method)(**arguments), ""
         except Exception as error:
             traceback.print_exc()
-            message = (str(error) or repr(error)).strip().partition("\n")[0]
-            answer = None, f"{type(error).__name__}: {message}"
+            answer = None, f"{type(error).__name__}: {first_line(error)}"
         channel.send(answer)
 
 

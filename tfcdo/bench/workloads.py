@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import json
 import math
 import pkgutil
@@ -30,6 +29,9 @@ OPTIMIZERS = (
     *("muon", "nadam", "rmsprop", "sgd"),
 )
 
+# By name: "runs" has pairs of how often a shape comes in a row, and the shape.
+MODELS = json.loads(pkgutil.get_data("tfcdo.bench", "models.json") or "")
+
 # Sums of integers up to this one are exact in every dtype, the narrow floats among them, so that a
 # wrong element can be told from a rounded one.
 _LARGEST_VALUE = 4
@@ -49,33 +51,15 @@ class Workload:
         return sum(math.prod(shape) for shape in self.shapes)
 
     @property
-    def itemsize(self) -> int:
-        """Returns the number of bytes of an element."""
-        return _bytes_of(self.dtype)
-
-    @property
     def size(self) -> int:
         """Returns the number of bytes that one device holds."""
-        return self.count * self.itemsize
-
-
-@functools.cache
-def _runs_of_models() -> dict[str, list[tuple[int, list[int]]]]:
-    """Returns for each model pairs of how often a shape comes in a row, and the shape."""
-    models = json.loads(pkgutil.get_data("tfcdo.bench", "models.json") or "")
-    return {name: model["runs"] for name, model in models.items()}
-
-
-def model_names() -> list[str]:
-    """Returns the names that `gradients_of` takes."""
-    return list(_runs_of_models())
+        return self.count * bytes_of(self.dtype)
 
 
 def gradients_of(model: str, dtype: str = "float32") -> Workload:
-    """Returns the gradients of a model, in the order of its variables."""
-    if model not in _runs_of_models():
-        raise ValueError(f"model must be one of {', '.join(model_names())}; got {model!r}")
-    shapes = [tuple(shape) for repeats, shape in _runs_of_models()[model] for _ in range(repeats)]
+    """Returns the gradients of one of `MODELS`, in the order of its variables."""
+    runs = MODELS[model]["runs"]
+    shapes = [tuple(shape) for repeats, shape in runs for _ in range(repeats)]
     return Workload(model, tuple(shapes), dtype)
 
 
@@ -89,11 +73,12 @@ def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
 
 def one_value(size: int, dtype: str = "float32") -> Workload:
     """Returns one flat value of about `size` bytes: whole elements, at least one."""
-    count = max(1, size // _bytes_of(dtype))
+    count = max(1, size // bytes_of(dtype))
     return Workload("sweep", ((count,),), dtype)
 
 
-def _bytes_of(dtype: str) -> int:
+def bytes_of(dtype: str) -> int:
+    """Returns the number of bytes of an element."""
     (bits,) = re.findall(r"\d+$", dtype)
     return int(bits) // 8
 

@@ -18,13 +18,13 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
 from tfcdo.log import format_bytes, format_seconds
 
 if TYPE_CHECKING:
+    from tfcdo.bench import devices as bench_devices
     from tfcdo.bench import measure
 
 
@@ -45,7 +45,7 @@ if TYPE_CHECKING:
 )
 @options.option(
     "--model models",
-    click.Choice(workloads.model_names()),
+    click.Choice(list(workloads.MODELS)),
     "Model whose gradients replace the single value. Repeatable.",
     multiple=True,
 )
@@ -102,15 +102,19 @@ def bench(
         reason = "cannot be given with --model, which has gradients of fixed sizes"
     order = f"--minbytes must be at most --maxbytes; got {minbytes} and {maxbytes} bytes"
     options.refuse(
-        {f"{' and '.join(sorted(refused))} {reason}": refused, order: minbytes > maxbytes}
+        (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
     if context.invoked_subcommand:
         return 0
     console = options.make_console()
     devices = options.start_tensorflow(num_devices)
-    console.print(f"{devices.description}, TensorFlow {bench_devices.tensorflow_version()}")
+    import tensorflow as tf
+
+    from tfcdo.bench import measure
+
+    console.print(f"{devices.description}, TensorFlow {tf.__version__}")
     if optimizer:
-        from tfcdo.bench import updates
+        from tfcdo.bench import updates  # It needs Keras.
 
         with options.progress() as track:
             found = updates.run(optimizer, devices, iterations, warmup, track)
@@ -124,8 +128,6 @@ def bench(
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
     compared = _compared(names, devices, dtype, console)
-    from tfcdo.bench import measure
-
     with options.progress() as track:
         # Sizes below one element are rounded up to it: each workload is measured once.
         groups = [
@@ -191,7 +193,7 @@ def workers(
                 console.print(f"{text}: {error}")
                 opened = hosts.shared_link()
             track = stack.enter_context(options.progress())
-            found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track=track)
+            found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track)
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
     size = found[0].size
@@ -232,11 +234,13 @@ def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, descrip
     """Writes measurements after a description of their environment, if there is a file for it."""
     if not path:
         return
+    from tfcdo.bench.devices import describe_environment
+
     measured = [
         dataclasses.asdict(one) | ({"algbw": one.algbw, "busbw": one.busbw} if one.count else {})
         for one in found
     ]
-    content = {**bench_devices.describe_environment(description), "results": measured}
+    content = {**describe_environment(description), "results": measured}
     # NaN is null.
     path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 

@@ -40,10 +40,8 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     reported but do not affect it.
     """
     options.refuse(
-        {
-            "files require --blackbox": files and not blackbox,
-            "--blackbox requires files": blackbox and not files,
-        }
+        (files and not blackbox, "files require --blackbox"),
+        (blackbox and not files, "--blackbox requires files"),
     )
     if blackbox:
         try:
@@ -52,10 +50,7 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
             raise click.ClickException(str(error)) from error
         return 0
     console = options.make_console()
-    with (
-        options.status("Starting ...") as tell,
-        examination.Probes(num_devices) as probes,
-    ):
+    with options.status("Starting ...") as tell, examination.Probes(num_devices) as probes:
         report = examination.examine(probes.ask, num_devices, tell)
     found = examination.findings_of(report)
     _print(report, found, console)

@@ -44,7 +44,7 @@ _GROUPS = {
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
 }
-# Jobs of Slurm take turns in so many ranges of ports, below those that Linux gives to anybody.
+# First port, ports per job, number of ranges: Slurm jobs share them, below Linux's own choices.
 _FIRST_PORT, _PORTS, _JOBS = 10_000, 16, 1_250
 _SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
 # Then Slurm has bound GPUs to the task already.
@@ -90,9 +90,7 @@ def _parse_workers(text: str) -> int:
             f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
             "Ray Train, see docs/ray.md"
         )
-    if not (text.isdecimal() and 1 <= int(text) <= _MOST_WORKERS):
-        raise ValueError(f"expected a number from 1 to {_MOST_WORKERS}; got {text!r}")
-    return int(text)
+    return int(options.number(1, _MOST_WORKERS).parse(text))
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -201,41 +199,44 @@ def _place(
     slurm: bool,
 ) -> Place | None:
     """Returns this machine's workers among several machines'; None for a job on one."""
+    count = len(hosts or [1])
+    several = hosts or nnodes or index is not None
+    options.refuse(
+        (slurm and (workers or several), "give either --slurm, or --workers or --hosts"),
+        (
+            not (slurm or workers or hosts),
+            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
+            "--index I, to start machine I's workers of several machines, or --slurm",
+        ),
+        (
+            nnodes not in (None, count),
+            f"--nnodes must be the number of --hosts, {count}; got {nnodes}",
+        ),
+        (index is not None and not hosts, "--index needs --hosts: --workers starts all workers"),
+        (
+            hosts and index is None,
+            f"--hosts needs --index: which of the {count} this machine is, from 0",
+        ),
+        (
+            index is not None and index >= count,
+            f"--index must be less than the number of hosts, {count}; got {index}",
+        ),
+    )
     if slurm:
-        if workers or hosts or nnodes or index is not None:
-            raise click.UsageError("give either --slurm, or --workers or --hosts")
         try:
             return place_in_slurm(os.environ)
         except ValueError as error:
             raise click.UsageError(f"--slurm: {error}") from error
-    count = len(hosts or [1])
-    if workers is None and hosts is None:
-        raise click.UsageError(
-            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
-            "--index I, to start machine I's workers of several machines, or --slurm"
-        )
-    if nnodes not in (None, count):
-        raise click.UsageError(f"--nnodes must be the number of --hosts, {count}; got {nnodes}")
-    if hosts is None:
-        if index is not None:
-            raise click.UsageError("--index needs --hosts: --workers starts all workers")
+    if hosts is None or index is None:
         return None
-    if index is None:
-        raise click.UsageError(
-            f"--hosts needs --index: which of the {count} this machine is, from 0"
-        )
-    if index >= count:
-        raise click.UsageError(
-            f"--index must be less than the number of hosts, {count}; got {index}"
-        )
-    return place_of_host(hosts, index, workers or 1)
-
-
-def place_of_host(hosts: Sequence[str], index: int, workers: int) -> Place:
-    """Returns the workers of one host, whose ports begin with the host's own."""
+    # The ports of a host's workers begin with its own.
     split = [address.rpartition(":")[::2] for address in hosts]
-    addresses = tuple(f"{name}:{int(port) + w}" for name, port in split for w in range(workers))
-    return Place(addresses, range(index * workers, (index + 1) * workers), 0, workers)
+    here = workers or 1
+    addresses = ",".join(f"{name}:{int(port) + w}" for name, port in split for w in range(here))
+    try:
+        return Place(parse_hosts(addresses), range(index * here, (index + 1) * here), 0, here)
+    except ValueError as error:
+        raise click.UsageError(f"--hosts with --workers {here}: {error}") from error
 
 
 def place_in_slurm(variables: Mapping[str, str]) -> Place:
@@ -273,18 +274,17 @@ def _workers(
             # It keeps out workers that an earlier run has left.
             token = worker.cluster_token() or secrets.token_hex(16)
             variables = {**variables, worker.CLUSTER_TOKEN: token}
-        yield [
-            _spec(
-                number,
-                len(place.addresses),
-                {
-                    "TF_CONFIG": cluster.tf_config(place.addresses, number),
-                    **variables,
-                    **({"CUDA_VISIBLE_DEVICES": gpus[place.first_here + turn]} if gpus else {}),
-                },
-            )
-            for turn, number in enumerate(place.own)
-        ]
+        width = len(f"worker {len(place.addresses) - 1}")
+        specs = []
+        for turn, number in enumerate(place.own):
+            name = f"worker {number}"
+            prefix = f"{name:{width}} | "
+            shown, shown_errors = (_coloured(prefix, number, s) for s in (sys.stdout, sys.stderr))
+            own = {"TF_CONFIG": cluster.tf_config(place.addresses, number), **variables}
+            if gpus:
+                own["CUDA_VISIBLE_DEVICES"] = gpus[place.first_here + turn]
+            specs.append(supervisor.WorkerSpec(name, shown, shown_errors, own))
+        yield specs
 
 
 def _gpus(each: int | None, workers: int) -> list[str]:
@@ -311,17 +311,6 @@ def _gpus(each: int | None, workers: int) -> list[str]:
             f"{each * workers} GPUs; {source} {len(names)} (CUDA_VISIBLE_DEVICES=-1 trains on CPUs)"
         )
     return [",".join(names[each * number :][:each]) for number in range(workers)]
-
-
-def _spec(number: int, count: int, variables: Mapping[str, str]) -> supervisor.WorkerSpec:
-    name = f"worker {number}"
-    prefix = f"{name:{len(f'worker {count - 1}')}} | "
-    return supervisor.WorkerSpec(
-        name=name,
-        prefix=_coloured(prefix, number, sys.stdout),
-        error_prefix=_coloured(prefix, number, sys.stderr),
-        environment=variables,
-    )
 
 
 def _coloured(prefix: str, index: int, stream: TextIO) -> bytes:

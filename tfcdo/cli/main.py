@@ -4,13 +4,8 @@ from __future__ import annotations
 
 import sys
 
-# A module that may be missing: its name for pip, and the extra that brings it.
-_EXTRAS = {
-    "click": ("click", "cli"),
-    "rich": ("rich", "cli"),
-    "psutil": ("psutil", "cli"),
-    "matplotlib": ("matplotlib", "plot"),
-}
+# The extras that install packages which may be missing.
+_EXTRAS = {"click": "cli", "rich": "cli", "psutil": "cli", "matplotlib": "plot"}
 
 
 def main() -> None:
@@ -20,13 +15,11 @@ def main() -> None:
 
         sys.exit(commands.run(sys.argv[1:]))
     except ModuleNotFoundError as error:
-        missing = (error.name or "").partition(".")[0]
-        if missing not in _EXTRAS:
+        package = (error.name or "").partition(".")[0]
+        if package not in _EXTRAS:
             raise
-        package, extra = _EXTRAS[missing]
-        sys.exit(
-            f"tfcdo: {package} is not installed: in a clone of tfcdo, pip install '.[{extra}]'"
-        )
+        remedy = f"in a clone of tfcdo, pip install '.[{_EXTRAS[package]}]'"
+        sys.exit(f"tfcdo: {package} is not installed: {remedy}")
 
 
 if __name__ == "__main__":

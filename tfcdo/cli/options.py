@@ -7,14 +7,13 @@ from __future__ import annotations
 
 import contextlib
 import decimal
-import fractions
 import math
 import os
 import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, TypeVar
 
 import click
@@ -39,12 +38,12 @@ class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks ta
 
     def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
         self.name = name
-        self._parse = parse
+        self.parse = parse
 
     def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
         """Reads it."""
         try:
-            return self._parse(value)
+            return self.parse(value)
         except ValueError as error:
             self.fail(str(error), param, ctx)
 
@@ -70,9 +69,9 @@ def number(
 def parse_size(text: str) -> int:
     """Reads a number of bytes such as 4096, 64K (65536) or 100MB (100000000)."""
     found = re.fullmatch(r"(\d+(?:\.\d+)?)([KMG]?)(|B|(?<=[KMG])IB)", text.upper())
-    # A Decimal takes any number of digits, and a Fraction does not round what it multiplies.
-    number = fractions.Fraction(decimal.Decimal(found[1])) if found else 0
-    size = round(number * _KILO[found[3]] ** _EXPONENTS[found[2]]) if found else 0
+    # A Decimal accepts any number of digits.
+    unit = _KILO[found[3]] ** _EXPONENTS[found[2]] if found else 0
+    size = round(decimal.Decimal(found[1]) * unit) if found else 0
     if size > _LARGEST_SIZE:
         raise ValueError("there can be at most 2^63 - 1 bytes")
     if not size:
@@ -107,9 +106,6 @@ def new_file(*suffixes: str) -> Parsed:
         return path
 
     return Parsed("file", check)
-
-
-PICTURE = new_file(".png", ".svg")
 
 
 def option(names: str, kind: Any, text: str, default: Any = None, **settings: Any) -> Any:
@@ -204,9 +200,9 @@ def start_tensorflow(count: int | None) -> ChosenDevices:
     return devices
 
 
-def refuse(cases: Mapping[str, object]) -> None:
-    """Raises a UsageError with the first reason whose case is true."""
-    for reason, is_refused in cases.items():
+def refuse(*cases: tuple[object, str]) -> None:
+    """Raises a UsageError with the reason of the first case that is true."""
+    for is_refused, reason in cases:
         if is_refused:
             raise click.UsageError(reason)
 

@@ -35,22 +35,15 @@ _MAX_PACKS = 4096
 _MACHINES = ", ".join((*PRESETS, "here"))
 
 
-@dataclasses.dataclass(frozen=True)
-class _Here:
-    """A number of devices of this machine; None for all GPUs, or some virtual CPU devices."""
-
-    count: int | None
-
-
-def _parse_machine(text: str) -> Topology | _Here:
-    """Looks a preset up, reads a file, or names this machine."""
+def _parse_machine(text: str) -> Topology | int:
+    """Looks a preset up or reads a file; for "here" returns its number of devices, or 0."""
     name, _, count = text.partition(":")
     if name == "here" and re.fullmatch(r"([1-9]\d?)?", count):
         if count and int(count) > measurement.MOST_DEVICES:
             raise ValueError(
                 f"{text!r}: at most {measurement.MOST_DEVICES} devices can be measured"
             )
-        return _Here(int(count) if count else None)
+        return int(count or 0)
     # Limited to 9 digits: int() refuses huge strings.
     if name in PRESETS and re.fullmatch(r"(\d{1,9})?", count):
         # Checked first, as making the links of many devices takes seconds.
@@ -111,7 +104,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--draw trees_file",
-    options.PICTURE,
+    options.new_file(".png", ".svg"),
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
@@ -123,15 +116,11 @@ def _read(name: str) -> str:
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
-@options.option(
-    "--exchange",
-    click.Choice([*BY_NAME]),
-    "Dtype in which hosts send float32.",
-)
+@options.option("--exchange", click.Choice([*BY_NAME]), "Dtype in which hosts send float32.")
 @click.pass_context
 def plan(
     context: click.Context,
-    wanted: Topology | _Here | None,
+    wanted: Topology | int | None,
     num_bytes: int,
     algorithm: str,
     num_packs: int | None,
@@ -155,18 +144,16 @@ def plan(
     if wanted is None:
         raise click.UsageError(f"--topology names the machine: {_MACHINES}, or a file")
     is_network_given = context.get_parameter_source("network") is ParameterSource.COMMANDLINE
+    of_one_host = num_packs or saved_file or trees_file
     options.refuse(
-        {
-            "--network is between hosts: it needs --hosts": is_network_given and not num_hosts,
-            "--exchange needs --hosts": exchange and not num_hosts,
-            "--num-packs, --save and --draw are for one host": num_hosts
-            and (num_packs or saved_file or trees_file),
-        }
+        (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
+        (exchange and not num_hosts, "--exchange needs --hosts"),
+        (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
     )
     if trees_file:
         importlib.import_module("matplotlib")  # Before time is spent on data for it.
     console = options.make_console()
-    topology = _measure(wanted) if isinstance(wanted, _Here) else wanted
+    topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
         hosts = Hosts(num_hosts, network)
@@ -196,9 +183,9 @@ def plan(
         console.print(f"Drew {chosen.label} in {trees_file}", soft_wrap=True)
 
 
-def _measure(here: _Here) -> Topology:
-    """Measures devices of this machine."""
-    devices = options.start_tensorflow(here.count)
+def _measure(count: int) -> Topology:
+    """Measures devices of this machine; 0 are all GPUs, or some virtual CPU devices."""
+    devices = options.start_tensorflow(count or None)
     try:
         with options.status("Measuring ...") as tell:
             return measurement.measure(
@@ -217,7 +204,7 @@ def evaluate(
     exchange: Exchange = SUM,
     known: Sequence[Evaluation] = (),
 ) -> Evaluation:
-    """Simulates the all-reduce of a float32 gradient of so many bytes, if that is not known."""
+    """Simulates the all-reduce of a float32 gradient, unless its algorithm is among the known."""
     count = topology.num_devices
     value = ValueSpec("float32", (-(-num_bytes // 4),))  # Whole elements.
     request = Request(value, tuple(range(count)), exchange=exchange)

@@ -13,6 +13,8 @@ import click
 
 from tfcdo.cli import options
 
+_MOST_SECONDS = 604_800.0  # A week: threads cannot wait for any number.
+
 
 @click.command(
     # Later arguments go to the script, even if they look like options.
@@ -26,13 +28,13 @@ from tfcdo.cli import options
 )
 @options.option(
     "--after",
-    options.number(0.0, kind=float, metavar="SECONDS"),
+    options.number(0.0, _MOST_SECONDS, float, metavar="SECONDS"),
     "Time to wait, to skip graph tracing.",
     0.0,
 )
 @options.option(
     "--seconds",
-    options.number(0.001, kind=float, metavar="SECONDS"),
+    options.number(0.001, _MOST_SECONDS, float, metavar="SECONDS"),
     "Longest time to record.",
     60.0,
 )

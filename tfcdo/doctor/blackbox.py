@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import collections
 import pathlib
 from collections.abc import Sequence
 
@@ -32,28 +33,23 @@ def compare(boxes: Sequence[progress.Box]) -> list[str]:
     for host, name in enumerate(boxes[0].hosts):
         where = _where(by_host[host]) if host in by_host else "no file: it was killed, or not given"
         lines.append(f"{name}: {where}")
-    waits = [(box, entry) for box in boxes for entry in box.entries if entry.left is None]
+    waits: dict[tuple[str, int], dict[int, str]] = collections.defaultdict(dict)
+    last: dict[tuple[int, str], int] = {}  # The last collective of a kind that a host has entered.
+    for box in boxes:
+        for entry in box.entries:
+            last[box.host, entry.kind] = max(last.get((box.host, entry.kind), -1), entry.number)
+            if entry.left is None:
+                waits[entry.kind, entry.number][box.host] = _label(box, entry)
     if not waits:
         return [*lines, "No host waits for another one in a collective."]
-    for entry, label in {_key(e): (e, _label(box, e)) for box, e in waits}.values():
-        inside = [box.host for box, other in waits if _key(other) == _key(entry)]
-        late = [h for h in range(len(boxes[0].hosts)) if not _has_entered(by_host.get(h), entry)]
+    for (kind, number), inside in waits.items():
+        late = [host for host in range(len(boxes[0].hosts)) if last.get((host, kind), -1) < number]
         if late:
             verdict = f"{_names(late)} stopped before it"
         else:
             verdict = "all hosts are in it or have left it: look at the network between them"
-        lines.append(f"{_names(inside)} waited in {label}: {verdict}.")
+        lines.append(f"{_names([*inside])} waited in {[*inside.values()][-1]}: {verdict}.")
     return lines
-
-
-def _key(entry: progress.Entry) -> tuple[str, int]:
-    return entry.kind, entry.number
-
-
-def _has_entered(box: progress.Box | None, entry: progress.Entry) -> bool:
-    return box is not None and any(
-        other.kind == entry.kind and other.number >= entry.number for other in box.entries
-    )
 
 
 def _where(box: progress.Box) -> str:

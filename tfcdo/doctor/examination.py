@@ -16,8 +16,8 @@ from tfcdo.bench import worker_pool
 from tfcdo.cluster import config
 from tfcdo.topology.topology import Topology
 
-# The pairs of classes that are compared, tfcdo's and TensorFlow's; what a strategy that is given no
-# cross-device ops uses is TensorFlow's way to choose by itself.
+# The pairs of classes that are compared, tfcdo's and TensorFlow's, whose own choice is a strategy's
+# default.
 COMPARED = (
     ("tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"),
     ("tfcdo.HierarchicalCopyAllReduce", "tf.HierarchicalCopyAllReduce"),
@@ -38,7 +38,7 @@ OK, NOTE, WRONG = "ok", "note", "wrong"
 _MOST_NAMED = 12
 _REPORT = "please report this, with the output of `tfcdo doctor`"
 
-# Asks a question with its arguments. Raises `worker_pool.WorkerError` if no answer comes.
+# Asks a question with its arguments; returns the answer or a `Failure`.
 Ask = Callable[..., Any]
 Tell = Callable[[str], object]
 # The indices of the sending and of the receiving device.
@@ -149,40 +149,41 @@ class Probes(contextlib.ExitStack):
                 if question not in ("versions", "machine"):
                     self._pool.call("machine", _LIMITS["machine"], count=self._count)
             return self._pool.call(question, _LIMITS[question], **arguments)[0]
-        except worker_pool.WorkerLostError:
-            self._pool = None
-            self.close()
-            raise
+        except worker_pool.WorkerError as error:
+            if isinstance(error, worker_pool.WorkerLostError):
+                self._pool = None
+                self.close()
+            if isinstance(error, worker_pool.WorkerTimeoutError):
+                return Failure(f"no end within {_LIMITS[question]:g} s", hangs=True)
+            return Failure(str(error).strip())
 
 
-def examine(ask: Ask, count: int | None, tell: Tell = lambda message: None) -> Report:
+def examine(ask: Ask, count: int | None, tell: Tell) -> Report:
     """Examines this machine."""
     tell("Looking at TF_CONFIG")
     given = examine_tf_config()
     tell("Starting TensorFlow")
-    versions = _answer(ask, "versions")
+    versions = ask("versions")
     if isinstance(versions, Failure) or versions.problem:
         return Report(versions, tf_config=given)
     tell("Looking at the devices")
-    machine = _answer(ask, "machine", count=count)
+    machine = ask("machine", count=count)
     if isinstance(machine, Failure):
         return Report(versions, machine, given)
     pairs = dict(_pairs(ask, len(machine.examined), tell))
     checks = {}
     for name in itertools.chain.from_iterable(COMPARED):
         tell(f"Summing with {name}")
-        checks[name] = _answer(ask, "sum", name=name)
+        checks[name] = ask("sum", name=name)
     for name in STRATEGIES if versions.keras else ():
         tell(f"Training under {name}")
-        checks[name] = _answer(ask, "fit", name=name)
+        checks[name] = ask("fit", name=name)
     return Report(versions, machine, given, pairs, checks)
 
 
 def examine_tf_config() -> TfConfig:
     """Reads TF_CONFIG and tries to reach each host that it names."""
     text = os.environ.get("TF_CONFIG", "").strip()
-    if not text:
-        return TfConfig("")
     try:
         cluster = config.from_tf_config()
     except ValueError as error:
@@ -225,18 +226,9 @@ def _pairs(ask: Ask, count: int, tell: Tell) -> Iterator[tuple[Pair, Check | Fai
         if hanging == _MOST_HANGING:
             return
         tell(f"Copying from device {source} to {target}")
-        answer = _answer(ask, "pair", source=source, target=target)
+        answer = ask("pair", source=source, target=target)
         hanging += isinstance(answer, Failure) and answer.hangs
         yield (source, target), answer
-
-
-def _answer(ask: Ask, question: str, **arguments: Any) -> Any:
-    try:
-        return ask(question, **arguments)
-    except worker_pool.WorkerTimeoutError:
-        return Failure(f"no end within {_LIMITS[question]:g} s", hangs=True)
-    except worker_pool.WorkerError as error:
-        return Failure(str(error).strip())
 
 
 def findings_of(report: Report) -> list[Finding]:
@@ -321,16 +313,15 @@ def _trouble(copy: Check | Failure) -> str:
 def _about_pairs(report: Report) -> Iterator[Finding]:
     pairs = report.pairs
     troubled = {
-        trouble: [pair for pair, copies in pairs.items() if _trouble(copies) == trouble]
+        trouble: {pair: copy for pair, copy in pairs.items() if _trouble(copy) == trouble}
         for trouble in _TROUBLES
     }
     if pairs and not any(troubled.values()):
         yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices are correct")
     for trouble, found in troubled.items():
         if found:
-            answers = map(pairs.__getitem__, found)
-            errors = dict.fromkeys(one.error for one in answers if isinstance(one, Failure))
-            text = f"copies from {_named(found, report)} {trouble}"
+            errors = dict.fromkeys(one.error for one in found.values() if isinstance(one, Failure))
+            text = f"copies from {_named([*found], report)} {trouble}"
             text += f": {'; '.join(errors)}" if errors else ""
             remedy = f"{_TROUBLES[trouble]}, or leave devices out as in the line below"
             yield Finding(WRONG, text, remedy)

@@ -17,20 +17,20 @@ from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
-from tfcdo.bench import devices as bench_devices
 from tfcdo.bench import worker_pool
 from tfcdo.doctor.examination import STRATEGIES, Check, Machine, Versions
 from tfcdo.topology import detection
 from tfcdo.version import __version__, adds_metrics_twice
 
 if TYPE_CHECKING:
-    from tfcdo.bench import measure
+    from tfcdo.bench import devices, measure
 
 # That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
+_OLDEST = ".".join(map(str, OLDEST_TENSORFLOW))
 # Bytes that are copied between two devices, and of a value that is summed.
 _PATTERN_BYTES, _SUM_BYTES = 2**22, 2**20
-# Of the tiny fit: steps, rows per device and step, learning rate.
+# The tiny fit's steps, rows per device and step, and learning rate.
 _STEPS, _ROWS, _RATE = 4, 2, 0.5
 _ROUNDING = 1e-4  # Largest relative difference of a metric.
 
@@ -38,7 +38,7 @@ _ROUNDING = 1e-4  # Largest relative difference of a metric.
 class Probe:
     """The questions: `versions`, `machine`, and after that `pair`, `sum` and `fit`."""
 
-    _devices: bench_devices.ChosenDevices
+    _devices: devices.ChosenDevices
 
     def versions(self) -> Versions:
         """Imports TensorFlow and says which versions there are, and whether it can be used."""
@@ -56,8 +56,8 @@ class Probe:
                 found["keras"] = importlib.metadata.version("keras")
         except Exception as error:
             # Whatever a broken installation raises: a missing library, a numpy of the wrong age.
-            problem = f"TensorFlow cannot be imported: {_first_line(error)}"
-            remedy = f"pip install 'tensorflow>={_oldest()}'"
+            problem = f"TensorFlow cannot be imported: {worker_pool.first_line(error)}"
+            remedy = f"pip install 'tensorflow>={_OLDEST}'"
         python = platform.python_version()
         return Versions(__version__, python, **found, problem=problem, remedy=remedy)
 
@@ -66,9 +66,10 @@ class Probe:
         import tensorflow as tf
 
         import tfcdo
+        from tfcdo.bench import devices
 
         tf.get_logger().setLevel("ERROR")
-        self._devices = bench_devices.choose_devices(count)
+        self._devices = devices.choose_devices(count)
         names = self._devices.names
         topology, reason = detection.detect_with_reason(names)
         nccl = tfcdo.nccl_status(names)
@@ -112,7 +113,7 @@ class Probe:
         data = self._values
         if implementation.reason_not_to_run(self._devices.names, data.workload.dtype):
             return Check(ran=False)
-        built = measure.build(data, implementation.reducer(self._devices.names))
+        built = measure.build(data, implementation)
         elements = data.workload.count * len(self._devices.names)
         text = f"{built.num_wrong} of {elements} elements on {len(self._devices.names)} devices"
         return Check(f"{text}, without an error" if built.num_wrong else "")
@@ -122,7 +123,7 @@ class Probe:
         """Returns the values that all classes sum."""
         from tfcdo.bench import measure, workloads
 
-        return measure.place_values(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
+        return measure.Data(workloads.one_value(_SUM_BYTES, "float32"), self._devices)
 
     def fit(self, name: str) -> Check:
         """Trains one weight, from 0, to repeat its inputs, and in numpy too."""
@@ -169,14 +170,15 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
     numbers = tuple(map(int, re.findall(r"\d+", version)[:2]))
     if numbers < OLDEST_TENSORFLOW:
         return (
-            f"TensorFlow {version} is older than {_oldest()}, the oldest that tfcdo runs on",
-            f"pip install --upgrade 'tensorflow>={_oldest()}'",
+            f"TensorFlow {version} is older than {_OLDEST}, the oldest that tfcdo runs on",
+            f"pip install --upgrade 'tensorflow>={_OLDEST}'",
         )
     try:
         importlib.import_module("tfcdo.tf_internals")
     except (ImportError, AttributeError) as error:
+        reason = worker_pool.first_line(error)
         return (
-            f"TensorFlow {version} lacks something that tfcdo needs: {_first_line(error)}",
+            f"TensorFlow {version} lacks something that tfcdo needs: {reason}",
             "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
         )
     return "", ""
@@ -196,14 +198,6 @@ def _without_kernels(config: Any, build: Mapping[str, Any]) -> list[str]:
                 number = gpu.name.rpartition(":")[2]
                 names.append(f"GPU:{number} (compute capability {major}.{minor})")
     return names
-
-
-def _oldest() -> str:
-    return ".".join(map(str, OLDEST_TENSORFLOW))
-
-
-def _first_line(error: Exception) -> str:
-    return (str(error) or repr(error)).strip().partition("\n")[0]
 
 
 if __name__ == "__main__":

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import abc
+import concurrent.futures
 import dataclasses
 import math
 import threading
@@ -259,6 +260,7 @@ SUM = Sum()
 
 def identity(exchange: Exchange) -> str:
     """Returns the class and arguments of an exchange: equal text for equal ones on any host."""
+    # Names of states in checkpoints depend on it.
     return f"{type(exchange).__module__}.{exchange!r}"
 
 
@@ -308,26 +310,15 @@ class Rehearsal:
           RuntimeError: if the calls differ from `cost`, a result is of another dtype or shape,
             the hosts' sums differ, or a host waits for another one.
         """
-        room = _Room(self.hosts)
-        results: list[Any] = [None] * self.hosts
-        errors: list[Exception] = []
-
-        def run(host: int) -> None:
-            try:
-                results[host] = self._run(host, values[host], room)
-            except Exception as error:
-                errors.append(error)
-                room.barrier.abort()
-
-        threads = [threading.Thread(target=run, args=(host,)) for host in range(self.hosts)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        room = _Room(threading.Barrier(self.hosts))
+        with concurrent.futures.ThreadPoolExecutor(self.hosts) as pool:
+            runs = [pool.submit(self._run, host, values, room) for host in range(self.hosts)]
+        errors = [error for run in runs if (error := run.exception())]
         for error in sorted(errors, key=lambda e: isinstance(e, threading.BrokenBarrierError)):
             if isinstance(error, threading.BrokenBarrierError):
                 raise RuntimeError(f"{self.exchange}: a host waits for a call of another one")
             raise error
+        results = [run.result() for run in runs]
         for host, sums in enumerate(results):
             for index, (total, first) in enumerate(zip(sums, results[0], strict=True)):
                 if total.tobytes() != first.tobytes():
@@ -336,52 +327,53 @@ class Rehearsal:
                     )
         return list(results[0])
 
-    def _run(self, host: int, tensors: Sequence[np.ndarray], room: _Room) -> list[np.ndarray]:
+    def _run(
+        self, host: int, values: Sequence[Sequence[np.ndarray]], room: _Room
+    ) -> list[np.ndarray]:
         import tensorflow as tf
 
-        with room.turn, tf.device("/cpu:0"):
-            given = [tf.constant(tensor, self.spec.dtype) for tensor in tensors]
-            state = {name: tf.constant(value) for name, value in self.states[host].items()}
-            peers = _Threads(self.exchange, self.spec, host, room)
-            sums, changed = self.exchange.run(given, state, peers)
-        peers.check_end(given, sums, state, changed)
+        try:
+            with room.turn, tf.device("/cpu:0"):
+                given = [tf.constant(tensor, self.spec.dtype) for tensor in values[host]]
+                state = {name: tf.constant(value) for name, value in self.states[host].items()}
+                peers = _Threads(self.exchange, self.spec, host, room)
+                sums, changed = self.exchange.run(given, state, peers)
+                peers.check_end(given, sums, state, changed)
+        except Exception:
+            room.barrier.abort()  # The other hosts wait for this one.
+            raise
         self.states[host] = {name: value.numpy() for name, value in changed.items()}
         if host == 0:
             self.calls = peers.calls
         return [total.numpy() for total in sums]
 
 
+@dataclasses.dataclass
 class _Room:
-    """Where threads lay down arrays for each other."""
+    """What the threads of a step share."""
 
-    def __init__(self, size: int) -> None:
-        self.barrier = threading.Barrier(size)
-        self.turn = threading.Lock()  # One thread runs at a time.
-        self.size = size
-        self._arrays: list[Any] = [None] * size
-
-    def swap(self, host: int, array: np.ndarray) -> list[np.ndarray]:
-        """Returns the arrays of all hosts."""
-        self._arrays[host] = array
-        self.turn.release()
-        try:
-            self.barrier.wait(_SECONDS)
-            found = list(self._arrays)
-            self.barrier.wait(_SECONDS)
-        finally:
-            self.turn.acquire()
-        return found
+    barrier: threading.Barrier
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # Of one at a time.
+    # The arrays of each call, by host.
+    calls: dict[int, dict[int, np.ndarray]] = dataclasses.field(default_factory=dict)
 
 
 class _Threads(CheckedPeers):
     def __init__(self, exchange: Exchange, spec: PackSpec, host: int, room: _Room) -> None:
-        super().__init__(exchange, spec, host, room.size)
+        super().__init__(exchange, spec, host, room.barrier.parties)
         self._room = room
 
     def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
         import tensorflow as tf
 
-        arrays = self._room.swap(self.rank, tensor.numpy())
+        by_host = self._room.calls.setdefault(number, {})
+        by_host[self.rank] = tensor.numpy()
+        self._room.turn.release()
+        try:
+            self._room.barrier.wait(_SECONDS)
+        finally:
+            self._room.turn.acquire()
+        arrays = [by_host[host] for host in range(self.size)]
         match kind:
             case "all_reduce":
                 result = np.sum(np.stack(arrays), axis=0, dtype=arrays[0].dtype)

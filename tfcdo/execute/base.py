@@ -165,11 +165,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
         parts = tf.nest.flatten(value, expand_composites=True)
-        copies = []
-        for device in devices:
-            copied = copy_trees.copy(parts, device)
-            copies.append(tf.nest.pack_sequence_as(value, copied, expand_composites=True))
-        return tf_internals.mirrored(copies)
+        copies = [copy_trees.copy(parts, device) for device in devices]
+        return tf_internals.mirrored(
+            [tf.nest.pack_sequence_as(value, each, expand_composites=True) for each in copies]
+        )
 
     def explain(
         self,
@@ -307,7 +306,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             status = nccl.nccl_status(devices, dtype)
             reasons.append((dtype, None if status.can_run else str(status)))
         between = None
-        if self._network is not None and self._network.hint != "nccl":
+        if options.between is not None and not options.between.flat:
             between = next((reason for _, reason in reasons if reason), None) or (
                 "ask for implementation NCCL in communication_options, and leave exchange out"
             )

@@ -23,7 +23,8 @@ from tfcdo.cluster.protocol import digest
 from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
-from tfcdo.execute import graphless, numerics
+from tfcdo.execute import numerics
+from tfcdo.execute.gradients import JointGradient
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
@@ -34,6 +35,9 @@ from tfcdo.topology.topology import Topology
 # from step to step has a key per size. Gathers are padded to one of few sizes.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
 _NUM_SIZES = 127
+# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
+_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
+_ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -76,24 +80,18 @@ def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None
     if network is None or not plan.packs:
         return None
     _check_gathered(plan)
-    count = plan.num_collectives(lambda names: len(set(map(numerics.dtype_copied, names))))
-    return Collectives(network, {**describe(plan), "collectives": count})
+    return Collectives(network, _describe(plan))
 
 
-_WHAT = {"concat": "gathering", "rows": "all-reduce of slices"}
-
-
-def describe(plan: Plan) -> dict[str, Any]:
+def _describe(plan: Plan) -> dict[str, Any]:
     """Describes a plan to other hosts: its fingerprint, and words that show a difference."""
+    first = plan.packs[0]
+    what = {"concat": "gathering", "rows": "all-reduce of slices"}.get(first.kind, "all-reduce")
     roots = [pack.tree.root if pack.tree else 0 for pack in plan.packs]
-    kind = plan.packs[0].kind if plan.packs else "sum"
-    what = _WHAT.get(kind, "all-reduce")
-    if plan.over_hosts:
-        what = "all-reduce over all devices"
     return {
-        "what": what,
+        "what": "all-reduce over all devices" if plan.over_hosts else what,
         "values": [str(value) for value in plan.values],
-        "mean over": plan.packs[0].root.divide if plan.packs else None,
+        "mean over": first.root.divide,
         "replicas of a host": plan.replicas,
         "packs": [
             f"{'?' if pack.size is None else pack.size} elements on {plan.nodes[root]}, "
@@ -102,6 +100,9 @@ def describe(plan: Plan) -> dict[str, Any]:
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
+        "collectives": plan.num_collectives(
+            lambda names: len(set(map(numerics.dtype_copied, names)))
+        ),
     }
 
 
@@ -114,14 +115,12 @@ def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tenso
 def _describe_one_collective(
     what: str, tensors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> dict[str, Any]:
-    shapes_of = [None if one.shape.rank is None else tuple(one.shape) for one in tensors]
+    shapes = [None if tensor.shape.rank is None else tuple(tensor.shape) for tensor in tensors]
+    dtypes = [tensor.dtype.name for tensor in tensors]
     return {
         "what": what,
-        "values": [
-            str(plans.ValueSpec(one.dtype.name, shape))
-            for one, shape in zip(tensors, shapes_of, strict=True)
-        ],
-        "device": ", ".join(map(graphless.device_number, devices)),
+        "values": [str(spec) for spec in map(plans.ValueSpec, dtypes, shapes)],
+        "device": ", ".join(map(device_number, devices)),
         "collectives": 1,
     }
 
@@ -145,8 +144,10 @@ class Marks:
         self._shape = progress.shape_of_times(description["collectives"])
         self._length: int = np.prod(self._shape).item()
         name = digest(description)
-        self._count = graphless.bare_variable(f"progress_{name}", device, tf.int64)
-        self._times = graphless.bare_variable(f"times_{name}", device, tf.float64, [self._length])
+        self._count = tf_internals.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = tf_internals.bare_variable(
+            f"times_{name}", device, tf.float64, [self._length]
+        )
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event as soon as these tensors, and an earlier mark, exist."""
@@ -223,17 +224,17 @@ class Collectives:
         with tf.device(device):
             sent = [numerics.as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            counts = self.copy(tf.raw_ops.CollectiveGatherV2, rows[tf.newaxis], device)
+            [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [rows[tf.newaxis]], [device])
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
             results: dict[int, tf.Tensor] = {}
             for members in groups.values():
-                own = tf.gather(counts, numerics.int64(members), axis=1)
+                own = tf.gather(counts, rounding.int64(*members), axis=1)
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
-                numerics.from_collective(results[index], tensor)
+                numerics.from_collective(results[index], tensor.dtype)
                 for index, tensor in enumerate(tensors)
             ]
 
@@ -249,11 +250,11 @@ class Collectives:
         all_sizes = tf.constant(_SIZES, tf.int64)
         index = tf.reduce_sum(tf.cast(all_sizes < tf.reduce_max(totals), tf.int32))
         size = all_sizes[index]
-        flat = tf.concat([numerics.flatten(tensor) for tensor in tensors], 0)
+        flat = tf.concat([rounding.laid_out([tensor]) for tensor in tensors], 0)
         padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
         sent = tf.concat([flat, padding], 0)
         key = next(self._keys) + (index + 1) * NUM_KEYS
-        gathered = self.copy(tf.raw_ops.CollectiveGatherV2, sent, device, key=key)
+        [gathered] = self.emit(tf.raw_ops.CollectiveGatherV2, [sent], [device], key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
         results = []
@@ -272,8 +273,7 @@ class Collectives:
         with tf.device(device):
             turns = [numerics.axis_first(tf.rank(tensor), axis) for tensor in tensors]
             first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
-        gathered = self.all_gather(first, device)
-        with tf.device(device):
+            gathered = self.all_gather(first, device)
             results = []
             for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
                 result = tf.transpose(rows, back)
@@ -287,10 +287,9 @@ class Collectives:
             sent = numerics.as_copied(tensor)
             common = {
                 "group_size": self.network.num_hosts,
-                "group_key": graphless.group_key(device),
+                "group_key": _group_key(device),
                 "instance_key": next(self._keys),
                 "communication_hint": self.network.hint,
-                "timeout_seconds": 0.0,
             }
             entered = self._marks.mark([sent])
             if self.network.session.cluster.is_chief:
@@ -300,51 +299,45 @@ class Collectives:
                     T=sent.dtype, shape=tf.shape(sent), **common
                 )
             self._marks.mark([received], after=entered)
-            return numerics.from_collective(received, tensor)
+            return numerics.from_collective(received, tensor.dtype)
 
     def sum(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
         parts = on_each(devices, numerics.as_summed, tensors)
-        entered, key = self._marks.mark(parts), self._key(parts[0])
-        totals = []
-        for part, device in zip(parts, devices, strict=True):
-            with tf.device(device):
-                total = tf.raw_ops.CollectiveReduceV2(
-                    input=part,
-                    group_size=self.network.num_hosts * len(devices),
-                    group_key=graphless.group_key(*devices),
-                    instance_key=key,
-                    ordering_token=[graphless.ordering_token(device, line)],
-                    merge_op="Add",
-                    final_op="Id",
-                    communication_hint=self.network.hint,
-                )
-                totals.append(total)
-        self._marks.mark(totals, after=entered)
-        return on_each(devices, numerics.from_sum, totals, tensors)
+        reduce = tf.raw_ops.CollectiveReduceV2
+        totals = self.emit(reduce, parts, devices, line, merge_op="Add", final_op="Id")
+        wide = [numerics.upcast_dtype(tensor.dtype) for tensor in tensors]
+        return on_each(devices, numerics.from_collective, totals, wide)
 
-    def copy(
+    def emit(
         self,
         collective: Callable[..., tf.Tensor],
-        tensor: tf.Tensor,
-        device: str,
+        tensors: Sequence[tf.Tensor],
+        devices: Sequence[str],
         line: str = "",
         key: tf.Tensor | None = None,
-    ) -> tf.Tensor:
-        """Emits a collective that only copies a tensor, in one of the orders of a device."""
-        entered = self._marks.mark([tensor])
-        copied = collective(
-            input=tensor,
-            group_size=self.network.num_hosts,
-            group_key=graphless.group_key(device),
-            instance_key=self._key(tensor) if key is None else key,
-            ordering_token=[graphless.ordering_token(device, line)],
-            communication_hint=self.network.hint,
-        )
-        self._marks.mark([copied], after=entered)
-        return copied
+        **attributes: str,
+    ) -> list[tf.Tensor]:
+        """Emits one collective of some devices of all hosts, in one of the orders of a device."""
+        entered = self._marks.mark(tensors)
+        key = self._key(tensors[0]) if key is None else key
+        results = []
+        for tensor, device in zip(tensors, devices, strict=True):
+            with tf.device(device):
+                result = collective(
+                    input=tensor,
+                    group_size=self.network.num_hosts * len(devices),
+                    group_key=_group_key(*devices),
+                    instance_key=key,
+                    ordering_token=[_ordering_token(device, line)],
+                    communication_hint=self.network.hint,
+                    **attributes,
+                )
+                results.append(result)
+        self._marks.mark(results, after=entered)
+        return results
 
     def _key(self, tensor: tf.Tensor) -> tf.Tensor:
         """Returns the next key; for a shape that may change, one that few other sizes share."""
@@ -371,32 +364,52 @@ class _RootPeers(CheckedPeers):
 
     def emit(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
         """Emits a collective; see `CheckedPeers`."""
-        result, shape = self._emitted(kind, tensor, number), tensor.shape
+        # While the second collective of one pack runs, the first one of the next pack does.
+        line, shape = str(number or ""), tensor.shape
+        match kind:
+            case "all_reduce":
+                [result] = self._collectives.sum([tensor], [self._device], line)
+            case "broadcast":
+                result = self._collectives.broadcast(tensor, self._device)
+            case "all_to_all" | "all_gather":
+                is_gather = kind == "all_gather"
+                op = tf.raw_ops.CollectiveGatherV2 if is_gather else tf.raw_ops.CollectiveAllToAllV2
+                sent = [numerics.as_copied(tensor)]
+                [copied] = self._collectives.emit(op, sent, [self._device], line)
+                result = numerics.from_collective(copied, tensor.dtype)
         if kind == "all_gather" and shape.rank and shape[0] is not None:
             shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
         result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
         return result
 
-    def _emitted(self, kind: Kind, tensor: tf.Tensor, number: int) -> tf.Tensor:
-        # While the second collective of one pack runs, the first one of the next pack does.
-        line = str(number or "")
-        match kind:
-            case "all_reduce":
-                [total] = self._collectives.sum([tensor], [self._device], line)
-                return total
-            case "broadcast":
-                return self._collectives.broadcast(tensor, self._device)
-            case "all_to_all":
-                op = tf.raw_ops.CollectiveAllToAllV2
-            case "all_gather":
-                op = tf.raw_ops.CollectiveGatherV2
-        sent = numerics.as_copied(tensor)
-        copied = self._collectives.copy(op, sent, self._device, line)
-        return numerics.from_collective(copied, tensor)
+
+@functools.lru_cache(maxsize=1024)
+def device_number(device: str) -> str:
+    """Returns the name of a device on every host, such as "CPU:0"; "" for an unknown device."""
+    if not device:
+        return ""
+    spec = tf.DeviceSpec.from_string(device)
+    return f"{spec.device_type}:{spec.device_index}"
+
+
+def _group_key(*devices: str) -> int:
+    """Returns the key of the group of these devices and those with their numbers on other hosts."""
+    spec = tf.DeviceSpec.from_string(devices[0])
+    if len(devices) > 1:
+        return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
+    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
+
+
+def _ordering_token(device: str, line: str = "") -> tf.Tensor:
+    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
+    # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
+    is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
+    name = f"order_{device_number(device)}_{line if is_cpu else ''}"
+    return tf_internals.captured(tf_internals.bare_variable(name, device, tf.float32))
 
 
 @functools.cache
-def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> graphless.JointGradient:
+def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradient:
     """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective.
 
     The sums are one of each device, or several of a single device.
@@ -414,4 +427,4 @@ def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> graphless.J
         with tf.device(devices[0]):
             return numerics.like(upstream, totals[0])
 
-    return graphless.JointGradient(gradient)
+    return JointGradient(gradient)

@@ -18,9 +18,9 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo.exchange import dtypes, rounding
-from tfcdo.execute import graphless
+from tfcdo.exchange import rounding
 from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.gradients import with_gradient_of
 from tfcdo.plan.copy_tree import CopyTree
 
 
@@ -37,9 +37,10 @@ def reduce_up(
     for node in tree.bottom_up:
         with tf.device(devices[node]):
             children = [child for child in tree.children[node] if partial[child] is not None]
-            for child in children if codec else ():
-                with tf.name_scope(f"receive/{child}to{node}"):
-                    partial[child] = codec.decode(partial[child])  # type: ignore[union-attr]
+            if codec is not None:
+                for child in children:
+                    with tf.name_scope(f"receive/{child}to{node}"):
+                        partial[child] = codec.decode(partial[child])
             if children or node == tree.root:
                 parts = [partial[n] for n in sorted([node, *children]) if partial[n] is not None]
                 name = f"reduce/{'and'.join(map(str, children))}to{node}"
@@ -101,30 +102,21 @@ class PackCodec:
 
     wire: str  # The dtype that is sent.
     dtype: tf.DType  # The dtype of the values.
-    residuals: Residuals | None = None  # None without error feedback.
-    pack: int = 0  # Its number.
-
-    @property
-    def scaled(self) -> bool:
-        """Returns whether values are scaled before they are cast."""
-        return dtypes.needs_scale(self.wire, self.dtype.name)
+    scaled: bool  # Whether values are scaled before they are cast.
+    residuals: Residuals | None  # None without error feedback.
+    pack: int  # Its number.
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
-        if not tensors:
-            return []
         carried = self.carry(tensors, node)
-        scale = None
-        if self.scaled:
-            scale = rounding.scale_for(rounding.largest_magnitude(carried), self.wire)
-        sent = self.round(carried, node, scale)
-        return sent if scale is None else [*sent, scale]
+        if not self.scaled:
+            return self.round(carried, node, None)
+        scale = rounding.scale_for(rounding.largest_magnitude(carried), self.wire)
+        return [*self.round(carried, node, scale), scale]
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of the result of `encode`."""
-        if not self.scaled or not sent:
-            return [decode(bits, self.dtype) for bits in sent]
-        *encoded, scale = sent
+        encoded, scale = (sent[:-1], sent[-1]) if self.scaled else (sent, None)
         return [decode(bits, self.dtype, scale) for bits in encoded]
 
     def carry(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
@@ -160,10 +152,10 @@ class PackCodec:
 
 def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
-    return graphless.with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
+    return with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
 
 
 def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
     """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
     # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
-    return graphless.with_gradient_of(rounding.decode(sent, dtype, scale), sent)
+    return with_gradient_of(rounding.decode(sent, dtype, scale), sent)

@@ -65,15 +65,14 @@ class Explanation:
         for (source, target), num_bytes in sorted(self.bytes_by_link.items()):
             by_amount.setdefault(num_bytes, []).append(f"{source} -> {target}")
         ops = sorted(self.num_ops.items(), key=lambda item: (-item[1], item[0]))
+        between = self.bytes_between_hosts
+        to_others = [f"  {_bytes(between)} to other hosts"] if between else []
         lines = [
             f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
             f"  because {self.reason}",
             *_shortened("pack", [f"pack {i}: {_pack(pack)}" for i, pack in enumerate(self.packs)]),
             *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
-            *(
-                [f"  {_bytes(self.bytes_between_hosts)} to other hosts"]
-                * bool(self.bytes_between_hosts)
-            ),
+            *to_others,
             *self._lines_of_owners(),
             f"  {self.num_graph_ops:,} graph ops: "
             + ", ".join(f"{count:,} {name}" for name, count in ops),
@@ -125,7 +124,6 @@ def explain(
         found.extend(emit(pairs))
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
-    # A counter marks the progress of collectives for the watch between hosts.
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
     for _, plan in found:

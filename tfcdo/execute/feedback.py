@@ -32,10 +32,12 @@ _lock = threading.RLock()
 class Residuals:
     """The rounding errors of a batch, and the state of its exchanges, by name."""
 
-    def __init__(self, devices: Sequence[str], track: Callable[[str, tf.Variable], None]) -> None:
-        self._devices = tuple(devices)
-        self._track = track  # Gets a name and each new variable, to save it in checkpoints.
-        self._variables: dict[str, tf.Variable] = {}
+    def __init__(
+        self, name: str, devices: Sequence[str], add: Callable[[str, tf.Variable], None]
+    ) -> None:
+        self._name, self._devices = name, tuple(devices)
+        self._add = add  # Gets a name and each new variable, to save it in checkpoints.
+        self.variables: dict[str, tf.Variable] = {}
         self._initial: dict[str, Callable[[], Any]] = {}
         # Functions that run eagerly with these residuals: they live as long as these.
         self.functions: dict[Any, Any] = {}
@@ -43,23 +45,18 @@ class Residuals:
         self._holders: list[weakref.ref[Any]] = []
         self._restored = -1  # The value of `_last_restored` when a holder went last.
 
-    @property
-    def variables(self) -> list[tf.Variable]:
-        """Returns all variables that have been made."""
-        return list(self._variables.values())
-
     def variable(self, device: int, name: str, initial: Callable[[], Any]) -> tf.Variable:
         """Returns the variable of a name on a device; a new one has the initial value."""
         with _lock:
-            key = f"device{device}_{name}"
-            if key not in self._variables:
-                with tf.init_scope(), tf.device(self._devices[device]):
-                    value = tf.convert_to_tensor(initial())
-                    self._variables[key] = tf_internals.plain_variable(value)
-                with tf.init_scope():
-                    self._track(key, self._variables[key])
+            key = f"{self._name}_device{device}_{name}"
+            if key not in self.variables:
                 self._initial[key] = initial
-            return self._variables[key]
+                with tf.init_scope():
+                    with tf.device(self._devices[device]):
+                        value = tf.convert_to_tensor(initial())
+                        self.variables[key] = tf_internals.plain_variable(value)
+                    self._add(key, self.variables[key])
+            return self.variables[key]
 
     def state(
         self, device: int, name: str, initial: Mapping[str, np.ndarray]
@@ -72,7 +69,7 @@ class Residuals:
 
     def reset(self) -> None:
         """Sets all variables to their initial values."""
-        for key, variable in self._variables.items():
+        for key, variable in self.variables.items():
             with tf.device(variable.device):
                 variable.assign(self._initial[key]())
 
@@ -90,7 +87,7 @@ class Residuals:
 
     @property
     def _last_restored(self) -> int:
-        return max(map(tf_internals.last_restored, self.variables), default=-1)
+        return max(map(tf_internals.last_restored, self.variables.values()), default=-1)
 
     def _remember_restored(self, _: Any) -> None:
         self._restored = self._last_restored
@@ -105,12 +102,16 @@ class ErrorFeedback(tf_internals.Trackable):
         self._kept: dict[str, dict[tuple[Hashable, int], Residuals]] = {}
         # Values from a backup, for variables that do not exist yet.
         self._restored: dict[str, Any] = {}
-        # All residuals; the names are the same in another process.
-        self.by_name: dict[str, tf.Variable] = {}
         # How many batches of each structure each graph has reduced so far.
         self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
             weakref.WeakKeyDictionary()
         )
+
+    @property
+    def by_name(self) -> dict[str, tf.Variable]:
+        """Returns the variables of all residuals; the names are the same in another process."""
+        with _lock:
+            return {name: one for each in self._all() for name, one in each.variables.items()}
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ErrorFeedback:
         """Makes one without residuals: an error is to be added once only."""
@@ -166,8 +167,7 @@ class ErrorFeedback(tf_internals.Trackable):
         self._check_number(place[0])
         free = next((old for old, residuals in kept.items() if residuals.is_free()), None)
         if free is None:
-            prefix = f"batch_{key}_{len(kept)}"
-            found = Residuals(devices, lambda name, one: self._add(f"{prefix}_{name}", one))
+            found = Residuals(f"batch_{key}_{len(kept)}", devices, self._add)
         else:
             found = kept.pop(free)
             if found.is_stale():
@@ -181,13 +181,11 @@ class ErrorFeedback(tf_internals.Trackable):
 
     def _add(self, name: str, variable: tf.Variable) -> None:
         self._track_trackable(variable, name)
-        self.by_name[name] = variable
-        self._give_restored([variable])
+        self._give_restored({name: variable})
 
-    def _give_restored(self, variables: Sequence[tf.Variable]) -> None:
-        ids = {id(variable) for variable in variables}
-        for name, variable in self.by_name.items():
-            if id(variable) in ids and name in self._restored:
+    def _give_restored(self, variables: Mapping[str, tf.Variable]) -> None:
+        for name, variable in variables.items():
+            if name in self._restored:
                 value = self._restored.pop(name)
                 with tf.device(variable.device):
                     variable.assign(value.view(variable.dtype.as_numpy_dtype))

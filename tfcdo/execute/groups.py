@@ -11,9 +11,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import log, tf_internals
-from tfcdo.exchange.protocol import Exchange
-from tfcdo.execute import copy_trees, graphless, interpreter
-from tfcdo.execute.between import Network, begin_collectives
+from tfcdo.execute import copy_trees, interpreter
+from tfcdo.execute.between import Network, begin_collectives, device_number
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.interpreter import Runtime
 from tfcdo.execute.request import Reduction
@@ -107,13 +106,19 @@ def grouped(
     one_device, tables = options.one_device, options.sparse_as_dense
     groups: dict[Any, list[int]] = {}
     if network is not None:
-        reductions = [_with_known_devices(reduction, network) for reduction in reductions]
+        reductions = [
+            dataclasses.replace(
+                reduction,
+                devices=network.with_known_devices(reduction.devices),
+                destinations=network.with_known_devices(reduction.destinations),
+            )
+            for reduction in reductions
+        ]
     for position, reduction in enumerate(reductions):
         everywhere = reduction.is_all_reduce and not one_device
         to = None if everywhere else reduction.destinations
-        groups.setdefault((reduction.devices, to, _stays_rows(reduction, tables)), []).append(
-            position
-        )
+        key = reduction.devices, to, _stays_rows(reduction, tables)
+        groups.setdefault(key, []).append(position)
     found = []
     for (devices, _, as_rows), positions in groups.items():
         members = [reductions[position] for position in positions]
@@ -121,18 +126,7 @@ def grouped(
         for device in (*(root,) * one_device, *members[0].destinations):
             if device is not None and device not in nodes:
                 nodes.append(device)
-        requests = tuple(
-            Request(
-                spec,
-                _nodes_of(reduction, nodes),
-                is_exact,
-                None if is_exact or op == "gather" else _exchange(options, reduction, spec),
-                reduction.owner,
-            )
-            for reduction in members
-            for spec in [_gathered(reduction) if op == "gather" else _spec(reduction, as_rows)]
-            for is_exact in [reduction.exact or spec.size == 1]
-        )
+        requests = tuple(_request(op, member, as_rows, nodes, options) for member in members)
         chosen = None
         if one_device:
             chosen = requests[0].to[0] if root is None else nodes.index(root)
@@ -140,7 +134,7 @@ def grouped(
             op,
             len(devices),
             network.num_hosts if network else 1,
-            tuple(map(graphless.device_number, nodes)),
+            tuple(map(device_number, nodes)),
             requests,
             chosen,
             user,
@@ -148,17 +142,6 @@ def grouped(
         values = tuple(reduction.values for reduction in members)
         found.append(Group(batch, values, tuple(nodes), tuple(positions)))
     return found
-
-
-def _with_known_devices(reduction: Reduction, network: Network) -> Reduction:
-    """Returns a reduction with the devices filled in that are not known while tracing."""
-    if all(reduction.devices) and all(reduction.destinations):
-        return reduction
-    return dataclasses.replace(
-        reduction,
-        devices=network.with_known_devices(reduction.devices),
-        destinations=network.with_known_devices(reduction.destinations),
-    )
 
 
 def _stays_rows(reduction: Reduction, tables: bool) -> bool:
@@ -173,36 +156,35 @@ def _stays_rows(reduction: Reduction, tables: bool) -> bool:
     return not tables
 
 
-def _spec(reduction: Reduction, as_rows: bool) -> ValueSpec:
-    values = reduction.values
+def _request(
+    op: str, reduction: Reduction, as_rows: bool, nodes: Sequence[str], options: Options
+) -> Request:
+    spec = _spec(op, reduction, as_rows)
+    exact = reduction.exact or spec.size == 1
+    exchange = None
+    if options.between is not None and not (exact or op == "gather" or spec.rows):
+        exchange = options.between.exchange_of(reduction.path, spec)
+    to = tuple(range(len(reduction.devices)))  # In the order of the destinations.
+    if reduction.devices != reduction.destinations:
+        to = tuple(map(nodes.index, reduction.destinations))
+    return Request(spec, to, exact, exchange, reduction.owner)
+
+
+def _spec(op: str, reduction: Reduction, as_rows: bool) -> ValueSpec:
+    first = reduction.values[0]
     if as_rows:
-        row = values[0].values.shape
+        row = first.values.shape
         shape = None if row.rank is None else (None, *row.as_list()[1:])
-        return ValueSpec(values[0].dtype.name, shape, rows=True)
-    shapes = [value.shape for value in values]
-    sizes = None if shapes[0].rank is None else tuple(shapes[0].as_list())
-    known = [shape.is_fully_defined() for shape in shapes]
-    if known[0] and not all(known):
+        return ValueSpec(first.dtype.name, shape, rows=True)
+    rank = first.shape.rank
+    sizes = None if rank is None else tuple(first.shape.as_list())
+    if op == "gather":  # Its sizes may differ between replicas and hosts.
+        sizes = None if rank is None else (None,) * rank
+    elif first.shape.is_fully_defined() and not all(
+        value.shape.is_fully_defined() for value in reduction.values
+    ):
         sizes = None  # Its size counts as known only if it is known of all replicas.
-    return ValueSpec(values[0].dtype.name, sizes, table=reduction.is_sparse)
-
-
-def _exchange(options: Options, reduction: Reduction, spec: ValueSpec) -> Exchange | None:
-    between = options.between
-    return None if between is None or spec.rows else between.exchange_of(reduction.path, spec)
-
-
-def _gathered(reduction: Reduction) -> ValueSpec:
-    """Describes a value to gather: its sizes may differ between replicas and hosts."""
-    rank = reduction.values[0].shape.rank
-    return ValueSpec(reduction.values[0].dtype.name, None if rank is None else (None,) * rank)
-
-
-def _nodes_of(reduction: Reduction, nodes: Sequence[str]) -> tuple[int, ...]:
-    """Returns the nodes of a reduction's destinations, in their order."""
-    if reduction.devices == reduction.destinations:
-        return tuple(range(len(reduction.devices)))
-    return tuple(nodes.index(device) for device in reduction.destinations)
+    return ValueSpec(first.dtype.name, sizes, table=reduction.is_sparse)
 
 
 def _eager_function(

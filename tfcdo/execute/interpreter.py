@@ -37,10 +37,6 @@ class Runtime:
     remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
 
-# More all-reduces than a training step, an evaluation step and a few retracings have.
-_MOST = 64
-
-
 @dataclasses.dataclass(frozen=True)
 class Planned:
     """Describes an all-reduce that was put into a graph."""
@@ -50,13 +46,8 @@ class Planned:
     plan: Plan
 
 
-_recent: collections.deque[Planned] = collections.deque(maxlen=_MOST)
-
-
-def _remember(plan: Plan, devices: Sequence[str]) -> None:
-    """Remembers an all-reduce whose ops come next; eager ops have no names to find them by."""
-    if not tf.executing_eagerly():
-        _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
+# More all-reduces than a training step, an evaluation step and a few retracings have.
+_recent: collections.deque[Planned] = collections.deque(maxlen=64)
 
 
 def recently_planned() -> list[Planned]:
@@ -69,8 +60,8 @@ def run(
 ) -> list[list[Any]]:
     """Runs a plan for values `[v][replica]`; returns `[v][node]`, None on a node that gets none."""
     with tf.name_scope("tfcdo"):
-        if runtime.remembered:
-            _remember(plan, devices)
+        if runtime.remembered and not tf.executing_eagerly():  # Eager ops have no names.
+            _recent.append(Planned(tf.get_current_name_scope(), tuple(devices), plan))
         with tf.name_scope("fuse"):
             packed = _pack_all(plan, values, devices)
         results: list[Held] = []
@@ -145,7 +136,7 @@ def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
     if pack.wire is None:
         return None
     residuals = runtime.residuals if pack.wire.error_feedback else None
-    return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), residuals, index)
+    return PackCodec(pack.wire.dtype, tf.as_dtype(pack.dtype), pack.scaled, residuals, index)
 
 
 def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
@@ -211,7 +202,7 @@ def _exchanged(
                 for fused, tensor in zip(pack.tensors, total, strict=True)
                 for part in _unfuse(fused, tensor)
             ]
-            given = [tf.reshape(p, numerics.int64(s)) for p, s in zip(parts, spec.shapes)]
+            given = [tf.reshape(p, rounding.int64(*s)) for p, s in zip(parts, spec.shapes)]
     sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
     with tf.device(root):
         for name, variable in variables.items():
@@ -308,7 +299,11 @@ def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     if len(slices) == 1:
         return [value]
-    return list(tf.split(numerics.flatten(value), numerics.int64(part.size for part in slices)))
+    return _split(rounding.laid_out([value]), slices)
+
+
+def _split(flat: tf.Tensor, slices: Sequence[Slice]) -> list[tf.Tensor]:
+    return list(tf.split(flat, rounding.int64(*(part.size for part in slices))))
 
 
 def _fuse(fused: FusedTensor, parts: Mapping[Slice, Any]) -> Any:
@@ -317,7 +312,7 @@ def _fuse(fused: FusedTensor, parts: Mapping[Slice, Any]) -> Any:
         return own[0]
     if fused.stacked:
         return tf.stack(own)
-    return tf.concat([numerics.flatten(part) for part in own], axis=0)
+    return rounding.laid_out(own)
 
 
 def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list[list[Any]]:
@@ -351,11 +346,11 @@ def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return list(tf.split(tensor, numerics.int64(part.size for part in fused.slices)))
+    return _split(tensor, fused.slices)
 
 
 def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
     """Gives flat parts of a value its shape again; only values of known size are flattened."""
     assert shape is not None
     joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, numerics.int64(shape))
+    return joined if len(shape) == 1 else tf.reshape(joined, rounding.int64(*shape))

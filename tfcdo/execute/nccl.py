@@ -14,8 +14,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, graphless, numerics
+from tfcdo.execute import copy_trees, numerics
 from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.gradients import JointGradient
 from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import check_device
 
@@ -71,7 +72,12 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     for name in names:
         if name != "":
             check_device("each of devices", name)
-    problem = _problem_of_devices(names) or _problem_of_dtype(dtype) or _problem_of_function()
+    problem = _problem_of_devices(names) or _problem_of_dtype(dtype)
+    if problem is None and tf_internals.compiled_by_xla():
+        problem = (
+            f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
+            "compile only what is called between the all-reduces",
+        )
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)
@@ -112,15 +118,6 @@ def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
         return None
     names = ", ".join(sorted(known.name for known in taken))
     return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
-
-
-def _problem_of_function() -> tuple[str, str] | None:
-    if not tf_internals.compiled_by_xla():
-        return None
-    return (
-        f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
-        "compile only what is called between the all-reduces",
-    )
 
 
 def _problem_of_physical_devices(
@@ -213,8 +210,8 @@ def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -
 
 
 @functools.cache
-def _gradient_of_sum(devices: tuple[str, ...]) -> graphless.JointGradient:
-    return graphless.JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
+def _gradient_of_sum(devices: tuple[str, ...]) -> JointGradient:
+    return JointGradient(lambda *upstream: differentiable_sum(upstream, devices))
 
 
 def _emit(
@@ -248,7 +245,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     # calls: with one, call such a function once per step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    counter = graphless.bare_variable(_PROCESS, _HOST, tf.int32)
+    counter = tf_internals.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -10,7 +10,8 @@ import tensorflow as tf
 from tfcdo.exchange import dtypes, rounding
 
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
-# For `CollectiveReduceV2`: sums of integers are correct modulo their size in wider ones too, and a
+# The dtypes that collectives take others as: their bits, where the dtype is not wider, or a cast.
+# `CollectiveReduceV2` adds: sums of integers are correct modulo their size in wider ones too, and a
 # complex number is two real ones.
 _SUMMED_AS = {
     tf.float16: tf.float32,
@@ -20,11 +21,15 @@ _SUMMED_AS = {
     tf.uint8: tf.int32,
     tf.uint16: tf.int32,
     tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
 }
-_SUMMED_BITS = {tf.uint64: tf.int64, tf.complex64: tf.float32, tf.complex128: tf.float64}
-# For ops that only copy.
-_COPIED_AS = {tf.bool: tf.int32, tf.int8: tf.int32, tf.uint8: tf.int32}
-_COPIED_BITS = {
+# The others only copy.
+_COPIED_AS = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
     tf.bfloat16: tf.float16,
     tf.int16: tf.float16,
     tf.uint16: tf.float16,
@@ -68,7 +73,7 @@ def cast(value: Any, dtype: tf.DType, device: str) -> Any:
         return tf.cast(value, dtype)
 
 
-def add(values: Sequence[tf.Tensor], name: str | None = None) -> tf.Tensor:
+def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
@@ -81,16 +86,6 @@ def finish(total: tf.Tensor, divide: int | None, dtype: tf.DType) -> tf.Tensor:
     if divide is not None:
         total = total / tf.cast(divide, total.dtype)
     return tf.cast(total, dtype) if dtype in _WIDER else total
-
-
-def int64(numbers: Iterable[int | None]) -> tf.Tensor:
-    """Returns sizes or a shape as an op takes them."""
-    return rounding.int64(*numbers)
-
-
-def flatten(tensor: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor with one axis; a vector is returned unchanged."""
-    return tensor if tensor.shape.rank == 1 else tf.reshape(tensor, int64([-1]))
 
 
 def like(tensors: Sequence[tf.Tensor], flat: tf.Tensor) -> list[tf.Tensor]:
@@ -113,7 +108,7 @@ def size(tensor: tf.Tensor) -> tf.Tensor:
 def shape(tensor: tf.Tensor) -> tf.Tensor:
     """Returns a tensor's shape as an op takes it: a constant where it is known."""
     known = tensor.shape.is_fully_defined()
-    return int64(tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)
+    return rounding.int64(*tensor.shape.as_list()) if known else tf.shape(tensor, tf.int64)
 
 
 def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -125,41 +120,31 @@ def axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
 
 def as_summed(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that `CollectiveReduceV2` adds, exactly."""
-    tensor = _with_memory(tensor)
-    if tensor.dtype in _SUMMED_BITS:
-        return tf.bitcast(tensor, _SUMMED_BITS[tensor.dtype])
-    return tf.cast(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
+    return _as_sent(tensor, _SUMMED_AS.get(tensor.dtype, tensor.dtype))
 
 
 def dtype_copied(name: str) -> tf.DType:
     """Returns the dtype that `as_copied` turns tensors of a dtype into."""
-    dtype = tf.as_dtype(name)
-    return _COPIED_BITS.get(dtype, _COPIED_AS.get(dtype, dtype))
+    return _COPIED_AS.get(tf.as_dtype(name), tf.as_dtype(name))
 
 
 def as_copied(tensor: tf.Tensor) -> tf.Tensor:
     """Turns a tensor into a dtype that TensorFlow's other collective ops copy, exactly."""
-    tensor = _with_memory(tensor)
-    if tensor.dtype in _COPIED_BITS:
-        return tf.bitcast(tensor, _COPIED_BITS[tensor.dtype])
-    return tf.cast(tensor, _COPIED_AS.get(tensor.dtype, tensor.dtype))
+    return _as_sent(tensor, dtype_copied(tensor.dtype.name))
 
 
-def _with_memory(tensor: tf.Tensor) -> tf.Tensor:
+def _as_sent(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
     # An empty NumPy array has no memory, and then TensorFlow's collectives end the process.
-    is_empty = tensor.shape.num_elements() == 0
-    return tf.zeros(tensor.shape, tensor.dtype) if is_empty else tensor
+    if tensor.shape.num_elements() == 0:
+        tensor = tf.zeros(tensor.shape, tensor.dtype)
+    return tf.bitcast(tensor, dtype) if _is_bits(dtype, tensor.dtype) else tf.cast(tensor, dtype)
 
 
-def from_collective(received: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Turns a copy of a result of `as_copied` back into the dtype of `like`."""
-    if like.dtype in _COPIED_BITS:
-        return tf.bitcast(received, like.dtype)
-    return tf.cast(received, like.dtype)
+def from_collective(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Turns a result of a collective back into a dtype: the values', or that of their sums."""
+    as_bits = _is_bits(received.dtype, dtype)
+    return tf.bitcast(received, dtype) if as_bits else tf.cast(received, dtype)
 
 
-def from_sum(total: tf.Tensor, like: tf.Tensor) -> tf.Tensor:
-    """Turns a sum of results of `as_summed` back into the dtype that sums of `like` have."""
-    if like.dtype in _SUMMED_BITS:
-        return tf.bitcast(total, like.dtype)
-    return tf.cast(total, upcast_dtype(like.dtype))
+def _is_bits(sent: tf.DType, dtype: tf.DType) -> bool:
+    return bool(sent != dtype and sent.size <= dtype.size)

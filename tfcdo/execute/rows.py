@@ -150,12 +150,12 @@ def from_tensors(
 
 
 def add_other_hosts(
-    totals: Sequence[tf.IndexedSlices], exchange: Collectives, device: str, sum_equal: bool
+    totals: Sequence[tf.IndexedSlices], collectives: Collectives, device: str, sum_equal: bool
 ) -> list[tf.IndexedSlices]:
     """Joins, or adds, the rows of all hosts, of several tables together: the same on all hosts."""
     with tf.device(device):
         sent = to_tensors(_with_indices_as(total, tf.int64) for total in totals)
-    received = from_tensors(exchange.all_gather(sent, device), totals)
+    received = from_tensors(collectives.all_gather(sent, device), totals)
     with tf.device(device):
         return [
             _with_indices_as(add([joined], device) if sum_equal else joined, total.indices.dtype)

@@ -17,11 +17,6 @@ from tfcdo.topology.topology import Topology
 Algorithm: TypeAlias = "str | Sequence[CopyTree] | Plan"
 
 
-def _one_device(num_devices: int) -> tuple[CopyTree, ...]:
-    """Returns one star: everything is summed on device 0."""
-    return (copy_tree.star(num_devices, 0),)
-
-
 def _of_each_root(tree: Callable[[int, int], CopyTree]) -> Callable[[int], tuple[CopyTree, ...]]:
     """Returns a function that returns one tree for each device, rooted there."""
     return lambda num_devices: tuple(tree(num_devices, root) for root in range(num_devices))
@@ -33,7 +28,7 @@ def _of_each_root(tree: Callable[[int, int], CopyTree]) -> Callable[[int], tuple
 # Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 # Hierarchical copy: `tf.distribute.HierarchicalCopyAllReduce`.
 CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
-    "one_device": _one_device,
+    "one_device": lambda num_devices: (copy_tree.star(num_devices),),
     "ring": _of_each_root(copy_tree.chain),
     "shuffle": _of_each_root(copy_tree.star),
     "halving_doubling": _of_each_root(copy_tree.binomial),
@@ -44,12 +39,6 @@ ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 _MAX_JUDGED_PACKS = 64
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
-
-
-def check_algorithm(algorithm: str) -> None:
-    """Raises `ValueError` unless an algorithm has this name."""
-    if algorithm not in ALGORITHMS:
-        raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
 
 
 def resized(plan: Plan, num_bytes: int) -> Plan:
@@ -110,7 +99,8 @@ def make_plan(
     """
     checks.check_sizes(num_bytes, num_packs)
     if isinstance(algorithm, str):
-        check_algorithm(algorithm)
+        if algorithm not in ALGORITHMS:
+            raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
         return _make_plan(algorithm, topology, num_bytes, num_packs)
     trees = _checked_trees(algorithm, topology)
     if isinstance(algorithm, Plan) and num_packs is None:
@@ -140,8 +130,7 @@ def _make_plan(algorithm: str, topology: Topology, num_bytes: int, num_packs: in
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
         return packed_trees.packed_trees(topology, num_bytes, num_packs)
-    trees = CLASSICS[algorithm](topology.num_devices)
-    return in_turn(cut(num_bytes, len(trees) if num_packs is None else num_packs), trees)
+    return make_plan(CLASSICS[algorithm](topology.num_devices), topology, num_bytes, num_packs)
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
@@ -152,7 +141,6 @@ def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None 
     `MAX_SIMULATED_DEVICES` devices take the ring, in which each device sends least, or for fewer
     packs than a ring has halving-doubling, which has the fewest copies one after another.
     """
-    checks.check_sizes(num_bytes, num_packs)
     return _decide(topology, size_class(num_bytes), num_packs)
 
 

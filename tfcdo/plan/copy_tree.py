@@ -109,12 +109,7 @@ def _check(num_devices: int, root: int) -> None:
 
 
 def star(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the tree in which every device sends straight to `root`, of depth 1.
-
-    Example:
-      >>> star(4, root=2).parents
-      (2, 2, None, 2)
-    """
+    """Returns the tree in which every device sends straight to `root`, of depth 1."""
     _check(num_devices, root)
     return CopyTree(tuple(None if device == root else root for device in range(num_devices)))
 
@@ -160,23 +155,13 @@ def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
 
 
 def chain(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the path `root, root + 1, ..., root - 1` (modulo `num_devices`), rooted at its end.
-
-    Example:
-      >>> chain(4, root=1).parents
-      (3, None, 1, 2)
-    """
+    """Returns the path `root, root + 1, ..., root - 1`, modulo `num_devices`, rooted at its end."""
     _check(num_devices, root)
     return path([(root + step) % num_devices for step in range(num_devices)], root)
 
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done.
-
-    Example:
-      >>> binomial(8).parents
-      (None, 0, 0, 2, 0, 4, 4, 6)
-    """
+    """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done."""
     _check(num_devices, root)
     parents: list[int | None] = [None] * num_devices
     for rank in range(1, num_devices):
@@ -190,23 +175,15 @@ def two_level(num_devices: int, root: int = 0) -> CopyTree:
 
     On 8 devices these are the trees that fit a DGX-1, where GPUs 0-3 and 4-7 are two fully
     connected groups and each GPU has one link to its partner (its number plus or minus 4) in the
-    other group. On any other number the devices are halved in the same way; where the halves
-    differ by one, the device without a partner uses the last of the smaller half.
-
-    Example:
-      >>> two_level(8, root=1).parents
-      (1, None, 1, 1, 5, 1, 5, 5)
-      >>> two_level(3).parents
-      (None, 0, 0)
+    other group. Where the halves differ by one, the device without a partner uses the last of the
+    smaller half.
     """
     _check(num_devices, root)
     half = (num_devices + 1) // 2
     partner = root - half if root >= half else min(root + half, num_devices - 1)
-
-    def parent_of(device: int) -> int | None:
-        if device == root:
-            return None
-        same_group = (device < half) == (root < half)
-        return root if same_group or device == partner else partner
-
-    return CopyTree(tuple(parent_of(device) for device in range(num_devices)))
+    parents: list[int | None] = [
+        root if device == partner or (device < half) == (root < half) else partner
+        for device in range(num_devices)
+    ]
+    parents[root] = None
+    return CopyTree(tuple(parents))

@@ -95,12 +95,7 @@ class Machine:
 # Plans are small and pure; the bound only keeps a process that draws ever new shapes from growing.
 @functools.lru_cache(maxsize=512)
 def decide(batch: Batch, options: Options, machine: Machine) -> Plan:
-    """Decides how a batch is reduced: the values and destinations, by choices and facts.
-
-    Raises:
-      ValueError: if the topology, copy trees or saved plan are for other devices.
-      RuntimeError: if NCCL is required and cannot run.
-    """
+    """Decides how a batch is reduced: the values and destinations, by choices and facts."""
     _check_machine(batch, options, machine.topology)
     if batch.op == "gather":
         packs, algorithm, why = _gathered(batch, options, machine), "gather", ""
@@ -135,10 +130,8 @@ def _check_machine(batch: Batch, options: Options, topology: Topology) -> None:
 def packed_dtype(batch: Batch, request: Request) -> str:
     """Returns the dtype that a value is added in: floats for a mean of integers."""
     dtype = request.value.dtype
-    # A single replica's value keeps its dtype.
-    alone = batch.replicas * batch.hosts == 1 and batch.is_all_reduce
     # An accumulation_fn gets tensors as they are; rows are always added.
-    if batch.op != "mean" or (batch.user and not request.value.rows) or alone:
+    if batch.divide is None or (batch.user and not request.value.rows):
         return dtype
     return dtypes.MEAN_DTYPE.get(dtype, dtype)
 
@@ -154,13 +147,6 @@ def nccl_dtypes(batch: Batch, options: Options) -> set[str]:
         for request in batch.requests
         for wire in [_wire(batch, request, options)]
     }
-
-
-def _divide(batch: Batch) -> int | None:
-    count = batch.replicas * batch.hosts
-    if batch.op != "mean" or (count == 1 and batch.is_all_reduce):
-        return None
-    return count
 
 
 def _is_cast(request: Request) -> bool:
@@ -191,12 +177,11 @@ def _exchange(batch: Batch, request: Request) -> Exchange:
     return request.exchange
 
 
-def _root_step(batch: Batch, pack: Pack, exchange: Exchange) -> RootStep:
+def _root_step(batch: Batch, pack: Pack, exchange: Exchange, owner: int | None = None) -> RootStep:
     """Returns the root step of a pack of dense values, which hosts add up by an exchange."""
-    if batch.hosts == 1:
-        return RootStep(divide=_divide(batch))
     small = pack.num_bytes < MIN_EXCHANGED_BYTES  # Or of unknown size.
-    return RootStep(SUM if small else exchange, _divide(batch))
+    between = None if batch.hosts == 1 else SUM if small else exchange
+    return RootStep(between, batch.divide, update=owner is not None)
 
 
 class _Group(NamedTuple):
@@ -205,7 +190,7 @@ class _Group(NamedTuple):
     wire: Cast | None
     scaled: bool  # Whether they are scaled before they are cast.
     exchange: Exchange
-    nccl: bool  # Whether NCCL adds them.
+    nccl: str | None  # Why NCCL adds them, for readers; None if it does not.
     owner: int | None
 
 
@@ -230,25 +215,19 @@ def _all_reduced(
         num_bytes = sum(
             (value.size or 0) * dtypes.itemsize(cast or value.dtype) for value in values.values()
         )
-        if group.owner is not None:
-            way = _to_owner(batch, group.owner, group.exchange, options, machine)
-        elif group.nccl:
-            way = _by_nccl(batch, group.exchange, options, machine)
-        else:
-            [dtype, *_] = [value.dtype for value in values.values()]
-            way = _along_trees(batch, group, dtype, num_bytes, options, machine)
+        dtype = next(iter(values.values())).dtype
+        way = _way(batch, group, dtype, num_bytes, options, machine)
         reasons.append((num_bytes, way.name, way.why))
         offset = len(packs)
-        for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast):
-            root = _root_step(batch, pack, group.exchange)
-            packs.append(
-                dataclasses.replace(
-                    pack,
-                    wire=group.wire,
-                    root=dataclasses.replace(root, update=group.owner is not None),
-                    after=None if pack.after is None else pack.after + offset,
-                )
+        packs += [
+            dataclasses.replace(
+                pack,
+                wire=group.wire,
+                root=_root_step(batch, pack, group.exchange, group.owner),
+                after=None if pack.after is None else pack.after + offset,
             )
+            for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast)
+        ]
     if not reasons:
         return (), "nothing", "the batch is empty"
     _, name, why = max(reasons)
@@ -262,80 +241,71 @@ def _groups(batch: Batch, options: Options, machine: Machine) -> dict[_Group, di
         dtype = packed_dtype(batch, request)
         wire, owner = _wire(batch, request, options), request.owner
         scaled = wire is not None and dtypes.needs_scale(wire.dtype, dtype)
-        nccl = owner is None and _takes_nccl(batch, dtype, options, machine, wire)
+        nccl = None if owner is not None else _why_nccl(batch, dtype, options, machine, wire)
         group = _Group(wire, scaled, _exchange(batch, request), nccl, owner)
         groups.setdefault(group, {})[index] = dataclasses.replace(request.value, dtype=dtype)
     return groups
 
 
-def _to_owner(
-    batch: Batch, owner: int, exchange: Exchange, options: Options, machine: Machine
+def _way(
+    batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
 ) -> _Way:
-    """Sums on the owner of variables, which have one tree, whose root it is."""
-    _refuse_nccl_for_owners(options)
-    how = _packing(options, exchange)
-    how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
-    tree = _owner_tree(options, machine.topology, owner, batch.num_bytes)
-    why = "each device updates its share of the variables (shard_optimizer_state)"
-    return _Way(how, (tree,), machine.topology, "owners", why)
+    """Decides how a group of some bytes is summed: on an owner, by NCCL, or along trees."""
+    how, topology = _packing(options, group.exchange), machine.topology
+    if group.owner is not None:
+        reason = "with shard_optimizer_state each sum is formed on one device, along a copy tree"
+        if options.require_nccl:
+            raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
+        if options.nccl == "always":
+            log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
+        # An owner has one tree, whose root it is.
+        how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
+        tree = _owner_tree(options, topology, group.owner, batch.num_bytes)
+        why = "each device updates its share of the variables (shard_optimizer_state)"
+        return _Way(how, (tree,), topology, "owners", why)
+    if group.nccl is not None:
+        how = dataclasses.replace(how, num_packs=1 if how.num_packs is None else how.num_packs)
+        return _Way(how, None, topology, "NCCL", group.nccl)
+    if group.wire is not None:
+        wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)
+        topology = topology.with_slower_additions(wider)
+    algorithm = _algorithm(options, topology, num_bytes)
+    name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
+    return _Way(how, algorithm, topology, name, why)
 
 
-def _by_nccl(batch: Batch, exchange: Exchange, options: Options, machine: Machine) -> _Way:
-    """Has NCCL add one tensor per pack, and one pack unless asked otherwise."""
-    how = _packing(options, exchange)
-    num_packs = 1 if how.num_packs is None else how.num_packs
-    how = dataclasses.replace(how, num_packs=num_packs, one_tensor_per_pack=True)
-    return _Way(how, None, machine.topology, "NCCL", _why_nccl(batch, options))
-
-
-def _takes_nccl(
+def _why_nccl(
     batch: Batch, dtype: str, options: Options, machine: Machine, wire: Cast | None
-) -> bool:
-    """Returns whether NCCL adds values of a dtype; says why it does not where it was requested."""
+) -> str | None:
+    """Returns why NCCL adds values of a dtype; None, and logs the reason, if it does not."""
     between = options.between
     if between is not None and between.flat:
-        return True
+        return "it runs between hosts, over all devices of all of them"
     if options.nccl == "never" or batch.replicas == 1:
-        return False
+        return None
     # NCCL adds encoded values in 16 bits, so only a user who asks for NCCL gets that.
     if between is None and options.nccl == "auto" and wire is not None:
-        return False
+        return None
     problem = machine.nccl_hosts if between else dict(machine.nccl)[wire.dtype if wire else dtype]
     if problem and options.require_nccl:
         raise RuntimeError(f"NCCL cannot run (require_nccl=True): {problem}")
     if between is not None:
-        return False
-    if problem and options.nccl == "always":
+        return None
+    if options.nccl == "always":
+        if not problem:
+            return "an NcclAllReduce kernel is registered for these devices"
         log.warn_once(f"NCCL was requested but is not available; using copy trees: {problem}")
-    elif problem:
+        return None
+    if problem:
         log.info_once(f"auto takes copy trees, because NCCL cannot run: {problem.split('; ')[0]}")
-    elif options.nccl == "auto":
-        about = size_class(batch.num_bytes)
-        beat, reason = _compare_with_nccl(options.measured, about)
-        log.info_once(
-            f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
-            f"on each of {batch.replicas} devices: {reason}"
-        )
-        return not beat
-    return problem is None
-
-
-def _why_nccl(batch: Batch, options: Options) -> str:
-    """Returns the reason why NCCL adds the values of a batch."""
-    if options.between is not None:
-        return "it runs between hosts, over all devices of all of them"
-    if options.nccl == "always":
-        return "an NcclAllReduce kernel is registered for these devices"
-    return _compare_with_nccl(options.measured, size_class(batch.num_bytes))[1]
-
-
-def _refuse_nccl_for_owners(options: Options) -> None:
-    """Says, once, that NCCL does not sum on the owners of variables where it was requested."""
-    reason = "with shard_optimizer_state each sum is formed on one device, along a copy tree"
-    if options.require_nccl:
-        raise RuntimeError(f"NCCL cannot run (require_nccl=True): {reason}")
-    if options.nccl == "always":
-        log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
+        return None
+    about = size_class(batch.num_bytes)
+    beat, reason = _compare_with_nccl(options.measured, about)
+    log.info_once(
+        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+        f"on each of {batch.replicas} devices: {reason}"
+    )
+    return None if beat else reason
 
 
 @functools.lru_cache(maxsize=256)
@@ -349,19 +319,6 @@ def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool,
         f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
         f"{format_seconds(trees)}"
     )
-
-
-def _along_trees(
-    batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
-) -> _Way:
-    """Sums along the trees of an algorithm, for a number of bytes that are sent."""
-    wider = 1.0
-    if group.wire is not None:
-        wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)
-    topology = machine.topology.with_slower_additions(wider)
-    algorithm = _algorithm(options, topology, num_bytes)
-    name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
-    return _Way(_packing(options, group.exchange), algorithm, topology, name, why)
 
 
 def _reason(
@@ -422,7 +379,7 @@ def _on_one_device(
         options = dataclasses.replace(
             options, algorithm=(tree,), packing=PackingOptions(1), nccl="never"
         )
-        packs, _, _ = _all_reduced(dataclasses.replace(batch, root=None), options, machine)
+        packs, _, _ = _all_reduced(batch, options, machine)
         return packs, "one_device", f"everything is summed on {batch.nodes[root]}"
     why = (
         f"accumulation_fn is called on {batch.nodes[root]}"
@@ -467,7 +424,7 @@ def _rows(
     else:
         algorithm = _algorithm(options, machine.topology, 0)
         trees = _trees(algorithm, machine.topology, len(groups))
-    root = RootStep(divide=_divide(batch), update=batch.has_owners)
+    root = RootStep(divide=batch.divide, update=batch.has_owners)
     return tuple(
         Pack(
             "rows",

@@ -50,25 +50,15 @@ _AS_THEY_ARE = ("algorithm", "resolved", "seconds", "ordered_seconds", "bound")
 
 @dataclasses.dataclass(frozen=True)
 class Evaluation:
-    """A plan for a machine, and its simulated times.
-
-    Attributes:
-      topology: the machine.
-      algorithm: the name of the algorithm that was asked for.
-      resolved: the same, or for `auto` the algorithm that it stands for.
-      plan: the plan; of bytes if it was read.
-      seconds: its robust time, see `tfcdo.plan.robust_seconds`.
-      ordered_seconds: its time if no copy is disturbed and they go in order.
-      bound: see `tfcdo.plan.lower_bound_seconds`.
-    """
+    """A plan for a machine, and its simulated times."""
 
     topology: Topology
-    algorithm: str
-    resolved: str
-    plan: Plan
-    seconds: float
-    ordered_seconds: float
-    bound: float
+    algorithm: str  # As it was asked for.
+    resolved: str  # The same, or for `auto` the algorithm that it stands for.
+    plan: Plan  # Of bytes if it was read.
+    seconds: float  # Its robust time, see `tfcdo.plan.robust_seconds`.
+    ordered_seconds: float  # Its time if no copy is disturbed and they go in order.
+    bound: float  # See `tfcdo.plan.lower_bound_seconds`.
 
     def __post_init__(self) -> None:
         if len(self.plan.nodes) != self.topology.num_devices:

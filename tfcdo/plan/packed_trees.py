@@ -17,7 +17,6 @@ from typing import TypeAlias
 
 import numpy as np
 
-from tfcdo import checks
 from tfcdo.plan import copy_tree, simulator, tree_program
 from tfcdo.plan.plan import Plan, plan_of_bytes, size_class
 from tfcdo.topology.topology import Topology
@@ -58,7 +57,6 @@ def packed_trees(topology: Topology, num_bytes: int, num_packs: int | None = Non
       Wang et al., "Blink: Fast and Generic Collectives for Distributed ML", MLSys 2020.
       Zhao et al., "ForestColl", arXiv 2402.06787 (spanning trees by linear programming).
     """
-    checks.check_sizes(num_bytes, num_packs)
     if topology.num_devices == 1 or not num_bytes:
         star = Stream(copy_tree.star(topology.num_devices), 1.0)
         return deal(equal((star,), min(num_packs or 1, max(num_bytes, 1))), num_bytes)
@@ -230,16 +228,10 @@ class Source:
         return num_bytes * self._solved.program.unit / float(self._solved.rates.sum())
 
     def streams(self, num_packs: int, slack: float, fill: float | None, from_ends: bool) -> Streams:
-        """Returns the streams of few trees with short ways.
+        """Returns the streams of few trees with short ways, of about a number of packs.
 
-        Args:
-          num_packs: about how many packs there are.
-          slack: how much longer the busiest link may be busy than it must, so that fewer trees are
-            needed.
-          fill: how many packs are in flight along a tree, relative to the number that are on their
-            way if none waits; None for no windows.
-          from_ends: whether each tree is used with both ends of its longest path as roots, rather
-            than with its center.
+        Each tree is rooted at its center, or used twice, from both ends of its longest path. See
+        `_SLACKS` and `_FILLS`.
         """
         if slack not in self._rates:
             self._rates[slack] = tree_program.shallow_rates(self._solved, self._ways, slack)
@@ -314,7 +306,12 @@ def _num_packs(streams: Sequence[Stream]) -> int:
 
 def deal(streams: Sequence[Stream], num_bytes: int) -> Plan:
     """Returns the plan of streams, whose packs are in turn."""
-    order = turns(streams)
+    # When each pack is sent, and the index of its stream.
+    order = sorted(
+        ((number + 0.5) / stream.num_packs, index)
+        for index, stream in enumerate(streams)
+        for number in range(stream.num_packs)
+    )
     total = sum(stream.part for stream in streams)
     packs: list[tuple[int, copy_tree.CopyTree, int | None]] = []
     of_stream: list[list[int]] = [[] for _ in streams]
@@ -332,15 +329,6 @@ def deal(streams: Sequence[Stream], num_bytes: int) -> Plan:
             packs.append((stop - start, stream.tree, after))
             start = stop
     return plan_of_bytes(streams[0].tree.num_devices, packs)
-
-
-def turns(streams: Sequence[Stream]) -> list[tuple[float, int]]:
-    """Returns the order of the packs: when each is sent, and the index of its stream."""
-    return sorted(
-        ((number + 0.5) / stream.num_packs, index)
-        for index, stream in enumerate(streams)
-        for number in range(stream.num_packs)
-    )
 
 
 def equal(streams: Streams, num_packs: int) -> Streams:

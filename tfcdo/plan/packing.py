@@ -31,9 +31,6 @@ class PackingOptions:
     agg_small_grads_max_bytes: int = 0
     agg_small_grads_max_group: int = 0
     bytes_per_pack: int = 0  # No pack is larger than this many bytes; 0 for no limit.
-    # Whether the slices of a pack are always sent as one tensor, however large they are; only
-    # values of unknown size are sent alone.
-    one_tensor_per_pack: bool = False
     last_first: bool = False  # Whether the last values are packed first, as a backward pass does.
     whole_values: bool = False  # Whether no value is cut, however large it is.
 
@@ -47,21 +44,9 @@ def pack(
 ) -> list[Pack]:
     """Packs values, without codecs and root steps; returns the packs in the order of sending.
 
-    Args:
-      values: the values by their index in the batch, of the dtypes that they are packed in; values
-        of different dtypes never share a pack.
-      options: how to pack them.
-      algorithm: the copy trees, see `tfcdo.plan.make_plan`; None for packs without one, whose
-        number `options` has.
-      topology: the devices and their links.
-      wire: the dtype that values are sent in; None for their own.
-
-    Example:
-      >>> from tfcdo.topology.presets import nvswitch
-      >>> values = {0: ValueSpec("float32", (3, 2)), 1: ValueSpec("float32", (2,))}
-      >>> packs = pack(values, PackingOptions(2), "one_device", nvswitch(3))
-      >>> [[(s.value, s.start, s.stop) for s in packed.tensors[0].slices] for packed in packs]
-      [[(0, 0, 4)], [(0, 4, 6), (1, 0, 2)]]
+    `values` have their index in the batch and the dtype that they are packed in, which the values
+    of a pack share; `wire` is the dtype that they are sent in, None for their own. Without an
+    `algorithm`, packs have no copy tree and are sent as one tensor each, however large.
     """
     indices = sorted(values, reverse=options.last_first)
     whole = [(values[index].dtype, Slice(index, 0, values[index].size)) for index in indices]
@@ -71,12 +56,8 @@ def pack(
         if part.size:
             lines.setdefault(dtype, []).append(part)
     itemsizes = {dtype: dtypes.itemsize(wire or dtype) for dtype, _ in whole}
-    ends = list(
-        itertools.accumulate(
-            itemsizes[dtype] * sum(part.size for part in line) for dtype, line in lines.items()
-        )
-    )
-    num_bytes = ends[-1] if ends else 0
+    sizes = [itemsizes[dtype] * sum(part.size for part in line) for dtype, line in lines.items()]
+    *begins, num_bytes = itertools.accumulate(sizes, initial=0)
     planned: Sequence[Pack] = ()
     if algorithm is not None and options.num_packs is None and lines:
         planned = algorithms.make_plan(algorithm, topology, num_bytes).packs
@@ -84,7 +65,7 @@ def pack(
     # turn.
     content = [
         (dtype, slices, place)
-        for (dtype, line), begin in zip(lines.items(), [0, *ends], strict=False)
+        for (dtype, line), begin in zip(lines.items(), begins, strict=True)
         for slices, place in _cut_line(line, itemsizes[dtype], begin, options, planned)
     ]
     # An empty value has nothing to share a pack, and the parts of a value of unknown size have no
@@ -95,26 +76,22 @@ def pack(
     # of unknown size): the trees stay.
     in_turn: Iterator[CopyTree | None] = itertools.repeat(None)
     if algorithm is not None and count:
-        in_turn = iter(
-            algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
-        )
+        made = algorithms.make_plan(algorithm, topology, max(num_bytes, count), count)
+        in_turn = iter(made.trees)
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.
-    limit = _SECONDS_PER_OP * topology.addition_bandwidth
-    if options.one_tensor_per_pack:
-        limit = math.inf
-    last: dict[int, int] = {}  # For each planned pack, its last pack here.
+    limit = math.inf if algorithm is None else _SECONDS_PER_OP * topology.addition_bandwidth
+    last: dict[int | None, int] = {}  # For each planned pack, its last pack here.
     packs = []
     for number, (dtype, slices, place) in enumerate(content):
         tensors = _fuse(slices, values, limit / itemsizes[dtype])
         if place is None:
-            packs.append(Pack("sum", tensors, dtype, next(in_turn)))
+            tree, after = next(in_turn), None
         else:
-            tree, after = planned[place].tree, planned[place].after
-            after = None if after is None else last.get(after)
-            packs.append(Pack("sum", tensors, dtype, tree, after=after))
+            tree, after = planned[place].tree, last.get(planned[place].after)
             last[place] = number
+        packs.append(Pack("sum", tensors, dtype, tree, after=after))
     return packs
 
 
@@ -148,8 +125,7 @@ def _cut_line(
     most = size if options.whole_values else most
     rest = list(line[::-1])
     for start, stop, place in zip([0, *ends], ends, places, strict=False):
-        length = stop - start
-        for part in cut(length, -(-length // most)) if length > most else [length] * (length > 0):
+        for part in cut(stop - start, -(-(stop - start) // most)):
             yield tuple(_take(rest, part)), place
 
 
@@ -213,10 +189,6 @@ def deal_owners(sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
     """Deals variables to devices: the largest first, each to the device that has least so far.
 
     The largest share is at most 4/3 of the best one (Graham, 1969), and the same on every host.
-
-    Example:
-      >>> deal_owners([1, 4, 2, 3], 2)
-      (0, 0, 1, 1)
     """
     load, owner = [0] * num_devices, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):

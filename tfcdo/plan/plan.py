@@ -15,14 +15,12 @@ import collections
 import dataclasses
 import functools
 import hashlib
-import itertools
 import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, Literal
 
 import msgspec
 
-from tfcdo import checks
 from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
@@ -50,9 +48,9 @@ class ValueSpec:
         return math.prod(self.shape)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        if self.shape is None:
-            return f"{'rows of ' * self.rows}{self.dtype}[...]"
-        sizes = ",".join("?" if size is None else str(size) for size in self.shape)
+        sizes = "..."
+        if self.shape is not None:
+            sizes = ",".join("?" if size is None else str(size) for size in self.shape)
         return f"{'rows of ' * self.rows}{self.dtype}[{sizes}]"
 
 
@@ -88,6 +86,12 @@ class Batch:
     def has_owners(self) -> bool:
         """Returns whether the variables of the values have owners, which update them."""
         return any(request.owner is not None for request in self.requests)
+
+    @property
+    def divide(self) -> int | None:
+        """Returns the number of values in a mean, of all hosts; None where nothing is divided."""
+        count = self.replicas * self.hosts
+        return count if self.op == "mean" and not (count == 1 and self.is_all_reduce) else None
 
     @property
     def num_bytes(self) -> int:
@@ -410,33 +414,15 @@ def plan_of_bytes(num_devices: int, packs: Iterable[tuple[int, CopyTree, int | N
 
 
 def in_turn(sizes: Sequence[int], trees: Sequence[CopyTree]) -> Plan:
-    """Gives packs of some bytes the trees in turn, so that the roots spread over the devices.
-
-    Example:
-      >>> from tfcdo.plan.copy_tree import star
-      >>> [(pack.size, pack.tree.root) for pack in in_turn([5, 5], [star(3, 0), star(3, 1)]).packs]
-      [(5, 0), (5, 1)]
-    """
-    if not trees:
-        raise ValueError(f"trees must hold at least one copy tree; got {trees!r}")
+    """Gives packs of some bytes the trees in turn, so that the roots spread over the devices."""
     packs = ((size, trees[index % len(trees)], None) for index, size in enumerate(sizes))
     return plan_of_bytes(trees[0].num_devices, packs)
 
 
 def cut(size: int, num_packs: int) -> tuple[int, ...]:
-    """Cuts `size` units into `num_packs` sizes that differ by at most one.
-
-    With fewer units than packs the result has `size` sizes, because an empty pack moves nothing.
-
-    Example:
-      >>> cut(7, 3)
-      (2, 2, 3)
-    """
-    checks.check_int("size", size, at_least=0)
-    checks.check_int("num_packs", num_packs, at_least=1)
+    """Cuts `size` units into at most `num_packs` sizes, none 0, that differ by at most one."""
     count = min(num_packs, size)
-    stops = [size * index // count for index in range(count + 1)] if count else [0]
-    return tuple(stop - start for start, stop in itertools.pairwise(stops))
+    return tuple(size * (index + 1) // count - size * index // count for index in range(count))
 
 
 def size_class(num_bytes: int) -> int:

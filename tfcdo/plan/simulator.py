@@ -11,7 +11,7 @@ import heapq
 import math
 import random
 import statistics
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeVar
 
 from tfcdo import checks
@@ -35,52 +35,33 @@ _HOPELESS = 1.2
 
 @dataclasses.dataclass(frozen=True)
 class Hosts:
-    """Equal hosts; each sums the packs of its devices before the exchange.
-
-    Attributes:
-      count: the number of hosts.
-      bandwidth: the bytes per second that a host can send while it receives as many.
-      latency: the seconds of a message on top of its bytes.
-    """
+    """Equal hosts; each sums the packs of its devices before the exchange."""
 
     count: int
-    bandwidth: float
-    latency: float = 20e-6
+    bandwidth: float  # The bytes per second that a host can send while it receives as many.
+    latency: float = 20e-6  # The seconds of a message on top of its bytes.
 
 
 @dataclasses.dataclass(frozen=True)
 class Task:
-    """Something that holds resources for a while.
+    """Something that holds resources for a while, in seconds."""
 
-    Attributes:
-      kind: "reduce" for a copy towards the root, "broadcast" for one away from it, "add" for adding
-        a child's copy; "network" and "latency" for the exchange with other hosts.
-      pack: the pack's index.
-      source: the sending device; the child for an addition.
-      target: the receiving device; the device that adds.
-      start: when it begins, in seconds.
-      end: when it ends, in seconds.
-    """
-
+    # "reduce" for a copy towards the root, "broadcast" for one away from it, "add" for adding a
+    # child's copy; "network" and "latency" for the exchange with other hosts.
     kind: str
-    pack: int
-    source: int
-    target: int
+    pack: int  # Its index.
+    source: int  # The sending device; the child for an addition.
+    target: int  # The receiving device; the device that adds.
     start: float
     end: float
 
 
 @dataclasses.dataclass(frozen=True)
 class Timeline:
-    """The events of a simulation.
+    """The events of a simulation."""
 
-    Attributes:
-      seconds: when the last task ended.
-      tasks: all copies, and all additions if they take time, in the order of their start.
-    """
-
-    seconds: float
-    tasks: tuple[Task, ...]
+    seconds: float  # When the last task ended.
+    tasks: tuple[Task, ...]  # In the order of their start; additions only if they take time.
 
     @property
     def copies(self) -> tuple[Task, ...]:
@@ -113,8 +94,8 @@ def simulate(
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
         for no randomness.
-      hosts: hosts that are like this one, between which each pack's sum is exchanged, in the
-        `between_hosts` bytes that it says; None for one host.
+      hosts: hosts that are like this one, between which each pack's sum is exchanged; None for one
+        host.
 
     Returns:
       When each copy ran, and the time of the whole.
@@ -139,10 +120,8 @@ def simulate(
         raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
     graph = task_graph(plan, topology, hosts)
     starts, ends = run(graph, jitter, seed)
-    tasks = [
-        Task(kind, pack, source, target, start, end)
-        for (kind, pack, source, target), start, end in zip(graph.names, starts, ends, strict=True)
-    ]
+    times = zip(graph.names, starts, ends, strict=True)
+    tasks = [Task(*name, start, end) for name, start, end in times]
     tasks.sort(key=lambda task: (task.start, task.end, task.pack))
     return Timeline(max(ends, default=0.0), tuple(tasks))
 
@@ -198,10 +177,9 @@ def robust_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a plan on a topology: lists, with an entry for each task.
+    """The tasks of a plan on a topology: lists, with an entry for each task, named as in `Task`.
 
-    `names` are as in `Task`; a task holds one of the `resource_sets`, which
-    include adders, and begins when its dependencies have ended.
+    A task holds one of the `resource_sets`, and begins when its dependencies have ended.
     """
 
     names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
@@ -216,7 +194,7 @@ class TaskGraph:
         name: tuple[str, int, int, int],
         duration: float,
         resources: tuple[int, ...],
-        after: Iterable[int],
+        after: Sequence[int],
     ) -> int:
         """Adds a task that holds some resources after other tasks; returns its number."""
         task = len(self.names)
@@ -226,11 +204,9 @@ class TaskGraph:
             self.resource_sets.setdefault(resources, len(self.resource_sets))
         )
         self.dependents.append([])
-        count = 0
         for other in after:
             self.dependents[other].append(task)
-            count += 1
-        self.num_dependencies.append(count)
+        self.num_dependencies.append(len(after))
         return task
 
     @functools.cached_property
@@ -250,11 +226,7 @@ class TaskGraph:
 
 
 def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
-    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down.
-
-    A pack with a window leaves each leaf once the leaf holds the result of the pack that it waits
-    for.
-    """
+    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down."""
     if len(plan.nodes) != topology.num_devices:
         raise ValueError(
             f"plan must be for the {topology.num_devices} devices of {topology.name!r}; got one "
@@ -307,9 +279,7 @@ def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> Ta
 
 
 @functools.lru_cache(maxsize=64)
-def _link_costs(
-    topology: Topology,
-) -> dict[tuple[int, int], tuple[float, float, tuple[int, ...]]]:
+def _link_costs(topology: Topology) -> dict[tuple[int, int], tuple[float, float, tuple[int, ...]]]:
     """Returns latency, seconds per byte and held resources of each pair's link."""
     return {
         pair: (link.latency, 1 / topology.bandwidth(*pair), link.resources)
@@ -318,10 +288,7 @@ def _link_costs(
 
 
 def median_seconds(
-    graph: TaskGraph,
-    seeds: Sequence[int],
-    jitter: float = 0.05,
-    cutoff: float = math.inf,
+    graph: TaskGraph, seeds: Sequence[int], jitter: float = 0.05, cutoff: float = math.inf
 ) -> float:
     """Returns the median time of runs with these seeds; of the first if that one is hopeless."""
     times: list[float] = []
@@ -333,12 +300,7 @@ def median_seconds(
 
 
 def first_of_fastest(seconds: Mapping[_T, float]) -> _T:
-    """Returns the first of those that take nearly as little time as any.
-
-    Example:
-      >>> first_of_fastest({"one_device": 2.0, "ring": 1.001, "shuffle": 1.0})
-      'ring'
-    """
+    """Returns the first of those that take nearly as little time as any."""
     enough = NEARLY_AS_FAST * min(seconds.values())
     return next(one for one, each in seconds.items() if each <= enough)
 

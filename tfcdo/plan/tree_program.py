@@ -227,8 +227,6 @@ def solve(edges: Edges, known: Iterable[Tree] = ()) -> Solved | None:
     soon gives all trees of a good solution; column generation adds the missing ones.
     """
     devices = edges.num_devices
-    if devices == 1:
-        return None
     # The fastest tree alone takes longer than all trees, by at most the number of links.
     prices = np.ones(edges.num_resources)
     tree, bound = _cheapest(edges, prices)
@@ -246,9 +244,9 @@ def solve(edges: Edges, known: Iterable[Tree] = ()) -> Solved | None:
         bound = max(bound, found)
         trees[tree] = None
         load = edges.load(tree)
+        rate += 1 / float(load.max())
         load /= load.max()
         busy += load
-        rate += 1 / float(edges.load(tree).max())
         prices = prices * np.exp(_PRICE_RISE * load)
         prices /= prices.sum()
     program = TreeProgram(edges, float(busy.max()) / rate)
@@ -355,13 +353,6 @@ def _copies_bound(topology: Topology, num_bytes: int) -> float:
         else:
             high, links = size, num_bytes * solved.bound
     return max(_way_and_back(topology, low), links)
-
-
-def bandwidth_bound(topology: Topology, num_bytes: int) -> float:
-    """Returns the bound without latencies, which is simpler but less tight for small sizes."""
-    solved = solve(Edges(topology))
-    copies = num_bytes * solved.bound if solved else 0.0
-    return max(copies, additions_bound(topology, num_bytes))
 
 
 def additions_bound(topology: Topology, num_bytes: int) -> float:

@@ -314,11 +314,11 @@ def read(path: str | os.PathLike[str]) -> Measured:
 
 def parse(content: bytes) -> Measured:
     """Reads the content of such a file."""
-    if b'"date"' not in content:
-        return Measured(Topology.from_json(content.decode()), "")
     try:
-        read = upgraded(msgspec.json.decode(content))
-        document = msgspec.convert(read, _MeasuredDocument)
+        read = msgspec.json.decode(content)
+        if not isinstance(read, dict) or "date" not in read:
+            return Measured(Topology.from_json(content.decode()), "")
+        document = msgspec.convert(upgraded(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     return Measured(Topology.from_document(document.topology), document.date, document.nccl)

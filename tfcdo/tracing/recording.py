@@ -167,7 +167,7 @@ def length(intervals: Iterable[Interval]) -> float:
 
 @dataclasses.dataclass(frozen=True)
 class Recording:
-    """What the profiler and the executor have recorded."""
+    """Events of the profiler, and the plans that were executed."""
 
     events: tuple[Event, ...]  # In the order of their start.
     planned: Sequence[Planned] = ()  # The newest first.
@@ -183,21 +183,14 @@ class Recording:
         """Returns the share of all-reduces in a step, the exposed share, and the slowest edge."""
         return summarize(self.events, self.runs)
 
-    @functools.cached_property
-    def typical_step(self) -> Interval | None:
-        """Returns the step of median length; None if there is none."""
-        steps = sorted(steps_of(self.events), key=lambda step: step[1] - step[0])
-        return steps[len(steps) // 2] if steps else None
-
     def runs_of_step(self) -> dict[str, list[EdgeRun]]:
-        """Returns the edges of the typical step, grouped by the scope of their all-reduce."""
-        if self.typical_step is None:
-            return {}
-        start, end = self.typical_step
+        """Returns the edges of the step of median length, by the scope of their all-reduce."""
+        steps = sorted(steps_of(self.events), key=lambda step: step[1] - step[0])
         found: dict[str, list[EdgeRun]] = {}
-        for run in self.runs:
-            if start <= run.start <= end:
-                found.setdefault(run.scope, []).append(run)
+        for start, end in steps[len(steps) // 2 :][:1]:
+            for run in self.runs:
+                if start <= run.start <= end:
+                    found.setdefault(run.scope, []).append(run)
         return found
 
     def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
@@ -286,11 +279,8 @@ def _bars(recording: Recording) -> Iterator[tuple[int, str, str, float, float, d
     for scope, runs in recording.runs_of_step().items():
         begin = min(run.start for run in runs)
         for run in recording.planned_runs(runs):
-            name, start, end = (
-                f"{scope}/pack{run.pack}/{run.kind}",
-                begin + run.start,
-                begin + run.end,
-            )
+            name = f"{scope}/pack{run.pack}/{run.kind}"
+            start, end = begin + run.start, begin + run.end
             yield _PLANNED, run.lane, name, start, end, {"pack": run.pack}
 
 
@@ -351,6 +341,6 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
     try:
         yield traced
     finally:
-        # The time before an error is worth a look, too.
+        # The time before an error is also worth a look.
         traced.recording = profiler.stop()
         write(traced.recording, written)

@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals
-from tfcdo.execute import graphless
+from tfcdo.execute.gradients import Gradient
 from tfcdo.training import step
 
 Function = Callable[..., Any]
@@ -130,4 +130,4 @@ def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Te
     return step.summed(upstream)[before : before + tf.shape(value)[0]]
 
 
-_OF_ALL = graphless.Gradient("TfcdoOfAll", _own_rows)
+_OF_ALL = Gradient("TfcdoOfAll", _own_rows)

@@ -15,7 +15,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.execute import graphless, numerics
+from tfcdo.execute import numerics
+from tfcdo.execute.gradients import Gradient
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -189,14 +190,14 @@ def of_host(value: tf.Tensor, devices: Sequence[str]) -> Any:
 @tf.autograph.experimental.do_not_convert
 def summed(value: Any) -> tf.Tensor:
     """Returns the sum of a value over all replicas, on each; they meet for it."""
-    # TensorFlow's `ReplicaContext.all_reduce` has a `tf.custom_gradient`: see `graphless`.
+    # TensorFlow's `ReplicaContext.all_reduce` has a `tf.custom_gradient`: see `gradients`.
     value = tf.convert_to_tensor(value)
     extended = tf.distribute.get_strategy().extended
     total = extended._replica_ctx_all_reduce(SUM, value)
     return _SUMMED.of(total, value)
 
 
-_SUMMED = graphless.Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
+_SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
 
 
 def components(variable: Any) -> tuple[Any, ...]:

@@ -1,4 +1,4 @@
-"""Objects outside of graphs: gradients, group keys, the order of collectives, and counters.
+"""Custom gradients that are registered once, for all graphs.
 
 `tf.custom_gradient` registers a new gradient in each graph, which keeps the graph alive for as long
 as the process runs.
@@ -7,9 +7,7 @@ as the process runs.
 from __future__ import annotations
 
 import contextlib
-import functools
 import itertools
-import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,11 +15,6 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.execute.numerics import on_each
-
-# Group keys of ours, far from those that TensorFlow's strategies count up from 1.
-_GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
-_ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
-_lock = threading.Lock()
 
 
 def _through_one_op(name: str, tensors: Sequence[tf.Tensor]) -> list[tf.Tensor]:
@@ -97,42 +90,3 @@ class JointGradient:
         graph = tf.compat.v1.get_default_graph()
         with graph.colocate_with(None, ignore_existing=True):
             return self._of_results(*upstream)
-
-
-@functools.lru_cache(maxsize=1024)
-def device_number(device: str) -> str:
-    """Returns the name of a device on every host, such as "CPU:0"; "" for an unknown device."""
-    if not device:
-        return ""
-    spec = tf.DeviceSpec.from_string(device)
-    return f"{spec.device_type}:{spec.device_index}"
-
-
-def group_key(*devices: str) -> int:
-    """Returns the key of the group of these devices and those with their numbers on other hosts."""
-    spec = tf.DeviceSpec.from_string(devices[0])
-    if len(devices) > 1:
-        return _ALL_DEVICES_KEYS[spec.device_type] + len(devices)
-    return _GROUP_KEYS[spec.device_type] + int(spec.device_index)
-
-
-def ordering_token(device: str, line: str = "") -> tf.Tensor:
-    """Returns the resource by which TensorFlow runs the collectives of a device one by one."""
-    # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
-    is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
-    name = f"order_{device_number(device)}_{line if is_cpu else ''}"
-    return tf_internals.captured(bare_variable(name, device, tf.float32))
-
-
-def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
-    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
-    with _lock:  # All threads must get the same tensor.
-        return _make_variable(name, device, dtype, tuple(shape))
-
-
-@functools.cache
-def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))
-        return handle

@@ -1,4 +1,4 @@
-"""Exchanges that send fewer values: products of thin matrices, or only the largest values."""
+"""Gradient compression: products of thin matrices (PowerSGD), or the largest values (TopK)."""
 
 from __future__ import annotations
 
