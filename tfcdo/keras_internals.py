@@ -1,7 +1,7 @@
 """Opens the one door to Keras's private names.
 
 Everything that tfcdo reads or extends in Keras under a private name is here; other files use what
-this one offers. `NAMES` lists what must exist, and `check` compares it with the installed Keras.
+this one offers. `NAMES` lists what must exist, and is compared with the installed Keras at import.
 """
 
 from __future__ import annotations
@@ -105,11 +105,7 @@ NAMES: tuple[private_names.Member, ...] = (
         }.items()
     ),
 )
-
-
-def check(names: Sequence[private_names.Member] = NAMES) -> None:
-    """Raises an ImportError that lists all names that Keras lacks."""
-    private_names.check_members("Keras", keras.__version__, names)
+private_names.check_members("Keras", keras.__version__, NAMES)
 
 
 def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -359,7 +355,6 @@ TRAINER = _trainer
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 
-check()
 if keras.backend.backend() != "tensorflow":
     log.info_once(
         f"Keras uses the backend {keras.backend.backend()}: tfcdo's strategies train Keras models "

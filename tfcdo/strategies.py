@@ -423,7 +423,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
 
     @property
     def _cross_device_ops(self) -> Any:
-        return self._ops_alone if step.is_host_alone() else self._ops
+        return self._ops_alone if step.now.host_alone else self._ops
 
     @_cross_device_ops.setter
     def _cross_device_ops(self, ops: Any) -> None:
@@ -432,10 +432,10 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     @property
     def _num_replicas_in_sync(self) -> int:
         of_all: int = super()._num_replicas_in_sync
-        return len(self.worker_devices) if step.is_host_alone() else of_all
+        return len(self.worker_devices) if step.now.host_alone else of_all
 
     def _get_replica_id_in_sync_group(self, replica_id: int) -> int:
-        if step.is_host_alone():
+        if step.now.host_alone:
             return replica_id
         of_all: int = super()._get_replica_id_in_sync_group(replica_id)
         return of_all

@@ -56,6 +56,16 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(own, of_all[kept], f"replica {replica}")
         self.assertAllEqual(tf.concat(strategy.experimental_local_results(gradients), 0), expected)
 
+    def test_known_parts_that_no_dataset_has_cut(self):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+        sizes = (2, 1, 3)  # The first one is the mean.
+        parts = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones([sizes[context.replica_id_in_sync_group], 1])
+        )
+        step = tf.function(lambda own: strategy.run(tfcdo.keras.global_batch, (own,)))
+        for rows in strategy.experimental_local_results(step(parts)):
+            self.assertAllEqual(rows, tf.ones([6, 1]))
+
     @parameterized.parameters("global_batch", "normalization")
     def test_graph_ends_with_its_function(self, name):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))

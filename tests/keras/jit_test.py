@@ -68,6 +68,13 @@ class UpdatesTwice(keras.Sequential):
         return super().train_step(data[:2])
 
 
+class OfSigns(ko.SGD):
+    """Updates with the signs of gradients, which is not the sum of the replicas' signs."""
+
+    def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+        return super().apply([3 * tf.sign(grad) for grad in grads], trainable_variables)
+
+
 class CompilesParts(UpdatesTwice):
     def train_step(self, data: Any) -> Any:
         part = jit_compile(super(UpdatesTwice, self).train_step, self.optimizer)
@@ -121,6 +128,13 @@ class JitTest(TrainingTestCase):
         models = (_compiled(2, layers, jit=jit) for jit in (False, True))
         self.assert_close(*map(_results_of_training, models))
 
+    def test_an_optimizer_with_an_update_of_its_own(self):
+        models = (
+            _compiled(count, dense_layers, lambda: OfSigns(0.01), jit=count > 1) for count in (1, 2)
+        )
+        self.assert_close(*map(_results_of_training, models))
+        self.assert_compiled("train_step")
+
     def test_an_op_that_xla_does_not_know(self):
         model = _compiled(2, _with_string_op)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "unsupported operations.*AsSt"):
@@ -159,12 +173,15 @@ class JitTest(TrainingTestCase):
             model.compile("sgd", "mse", jit_compile="auto")
             self.assertFalse(model.jit_compile)
 
-    def test_own_loop(self):
+    # The optimizer of the step updates, which only an own loop calls by `apply`.
+    @parameterized.parameters("named", "left out", "another")
+    def test_own_loop(self, named):
         strategy = strategy_of(2)
         with strategy.scope():
             weight = tf.Variable([2.0])
-            optimizer = ko.SGD(0.25)
+            optimizer = OfSigns(0.25)
             optimizer.build([weight])
+            given = {"named": optimizer, "left out": None, "another": ko.SGD(0.5)}[named]
 
         def step(inputs: tf.Tensor) -> tf.Tensor:
             with tf.GradientTape() as tape:
@@ -172,11 +189,12 @@ class JitTest(TrainingTestCase):
             optimizer.apply(tape.gradient(loss, [weight]), [weight])
             return loss
 
-        compiled = jit_compile(step, optimizer)
+        compiled = jit_compile(step, given)
         train = tf.function(lambda: strategy.run(compiled, (tf.constant([1.0, 2.0]),)))
         losses = strategy.experimental_local_results(train())
         self.assertAllEqual([6.0, 6.0], losses)
         self.assertAllClose([2.0 - 0.25 * 2 * 3.0], weight)
+        self.assertIn("the update run outside", str(self.infos.call_args_list))
 
     @parameterized.parameters(
         ({"step": 3}, "step must be a function; got 3"),

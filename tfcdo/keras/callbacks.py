@@ -54,10 +54,7 @@ class TraceSummary(Callback):
         checks.check_int("skip", skip, at_least=0)
         checks.check_int("steps", steps, at_least=1)
         self._every, self._skip, self._steps = every, skip, steps
-        self._is_wanted = False
         self._profiler: Profiler | None = None
-        self._seen = 0
-        self._text = ""
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Decides whether this epoch is recorded; Keras calls it."""
@@ -66,8 +63,18 @@ class TraceSummary(Callback):
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Starts the profiler before the first step to record; Keras calls it."""
-        if self._is_wanted and batch >= self._skip and not self._text and not self._profiler:
-            self._start()
+        if not self._is_wanted or batch < self._skip or self._text or self._profiler:
+            return
+        profiler = Profiler()
+        try:
+            profiler.start()
+            self._profiler = profiler
+        except tf.errors.AlreadyExistsError:
+            self._is_wanted = False
+            log.warn_once(
+                "TraceSummary records nothing, as something else profiles this process already; "
+                "set profile_batch=0 in keras.callbacks.TensorBoard"
+            )
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Stops the profiler after the last step to record; Keras calls it."""
@@ -80,19 +87,6 @@ class TraceSummary(Callback):
         self._stop()
         if self._text:
             print(self._text, flush=True)  # noqa: T201 - this is what a user asks it for
-
-    def _start(self) -> None:
-        profiler = Profiler()
-        try:
-            profiler.start()
-        except tf.errors.AlreadyExistsError:
-            self._is_wanted = False
-            log.warn_once(
-                "TraceSummary records nothing, as something else profiles this process already; "
-                "set profile_batch=0 in keras.callbacks.TensorBoard"
-            )
-            return
-        self._profiler = profiler
 
     def _stop(self) -> None:
         if self._profiler is not None:

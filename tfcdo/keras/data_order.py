@@ -95,11 +95,8 @@ def resumable_dataset(
 
 def order_of(epoch_iterator: Any) -> Order | None:
     """Returns the order of the data that a `fit` takes, if `resumable_dataset` made it."""
-    for dataset in _datasets(epoch_iterator):
-        order = getattr(dataset, _ORDER, None)
-        if isinstance(order, Order):
-            return order
-    return None
+    orders = (getattr(dataset, _ORDER, None) for dataset in _datasets(epoch_iterator))
+    return next(filter(None, orders), None)
 
 
 def build(model: keras.Model, epoch_iterator: Any) -> None:

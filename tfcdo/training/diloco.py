@@ -1,6 +1,6 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
-Within `strategy.run` a host is alone, see `step.is_host_alone`. `apply` stands around the update of
+Within `strategy.run` a host is alone, see `step.now`. `apply` stands around the update of
 the outermost optimizer, and counts. After `every` updates the hosts meet in it, inside of the
 traced step, however many steps an execution has. As hosts take the same number of steps, their
 counts are equal, and all of them take the same branch.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -22,7 +22,7 @@ from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.plan.packing import deal_owners
 from tfcdo.training import step, updates
-from tfcdo.training.step import SUM, ReplicaStep
+from tfcdo.training.step import SUM, ReplicaStep, components
 
 _DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
 _STATE = "tfcdo_outer"  # An attribute of Keras's optimizer, so that checkpoints of it have it.
@@ -30,27 +30,18 @@ _IS_OUTER = "tfcdo_is_outer"
 
 
 class OuterState(tf.Module):
-    """The outer loop's state for one optimizer that updates variables by itself.
-
-    Attributes:
-      trained: the parameters; between two exchanges each host has its own.
-      common: parameters of the last exchange, once steps have followed it; equal on all hosts.
-      optimizer: the outer optimizer, which updates `common`.
-      steps: the number of steps since all hosts were known to have the same parameters; 0 if they
-        have, so that `common` begins with these.
-      examples: of each fragment, how many examples this host has trained since its exchange.
-      overlaps: whether fragments are exchanged while the next step is computed.
-    """
+    """The outer loop's state for one optimizer that updates variables by itself."""
 
     def __init__(self, settings: DiLoCo, leaf: Any, variables: Sequence[Any]) -> None:
         super().__init__()
         self.period = settings.every * (leaf.gradient_accumulation_steps or 1)
         self.interval = self.period // settings.fragments
-        self.trained = tuple(variables)
+        self.trained = tuple(variables)  # Between two exchanges each host has its own.
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = deal_owners(sizes, settings.fragments)
-        self.overlaps = settings.fragments > 1
+        self.overlaps = settings.fragments > 1  # Exchanges run while the next step is computed.
         make = settings.optimizer or _DEFAULT
+        # Parameters of the last exchange, once steps have followed it; equal on all hosts.
         self.common = [
             # With trainable=False it would be a statistic, whose value differs between replicas.
             keras.Variable(
@@ -58,12 +49,15 @@ class OuterState(tf.Module):
             )
             for one in self.trained
         ]
+        # It updates the common parameters.
         self.optimizer = keras.optimizers.get(make() if callable(make) else make)
         setattr(self.optimizer, _IS_OUTER, True)
         _agree(self.optimizer)
         self.optimizer.build(self.common)
         integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
+        # Since all hosts were known to have the same parameters, with which `common` then begins.
         self.steps = integer(shape=(), name="outer_steps")
+        # Of each fragment, how many examples this host has trained since its exchange.
         self.examples = integer(shape=(settings.fragments,), name="outer_examples")
         self._exchange = tf.function(self.exchange, autograph=False)
 
@@ -75,14 +69,14 @@ class OuterState(tf.Module):
     @property
     def num_steps(self) -> int:
         """Returns the number of steps since all hosts were known to have the same parameters."""
-        return int(_components(self.steps)[0].numpy())
+        return int(components(self.steps)[0].numpy())
 
     def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
         """Begins a step: remembers the parameters if all hosts have the same.
 
         Returns the arguments for `end` of each fragment that is exchanged during this step.
         """
-        done = _components(self.steps)[0].read_value()
+        done = components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
         begun: dict[int, Any] = {}
         for fragment in self._all_fragments() if self.overlaps else ():
@@ -94,12 +88,12 @@ class OuterState(tf.Module):
 
     def end(self, strategy: tf.distribute.Strategy, rows: Any, begun: Mapping[int, Any]) -> None:
         """Counts a step, and ends or makes the exchanges whose time it is."""
-        for component in _components(self.steps):
+        for component in components(self.steps):
             component.assign_add(1)
-        for component in _components(self.examples):
+        for component in components(self.examples):
             with tf.device(component.device):
                 component.assign_add(tf.fill(component.shape, tf.cast(rows, tf.int64)))
-        done = _components(self.steps)[0].read_value()
+        done = components(self.steps)[0].read_value()
         for fragment in self._all_fragments():
             if self.overlaps:
                 is_due, (means, sent) = begun[fragment]
@@ -120,8 +114,8 @@ class OuterState(tf.Module):
     def begin_again(self) -> None:
         """Notes that all hosts have the same parameters."""
         for variable in (self.steps, self.examples):
-            parts = _components(variable)
-            step.assign(variable.value, [tf.zeros_like(part) for part in parts])
+            parts = components(variable)
+            step.assign(variable, [tf.zeros_like(part) for part in parts])
 
     def _all_fragments(self) -> list[int]:
         return sorted(set(self.fragments))
@@ -147,7 +141,7 @@ class OuterState(tf.Module):
         trained, common = self._of(fragment)
         extended, devices = strategy.extended, strategy.extended.worker_devices
         with tf.device(devices[0]):
-            examples = _components(self.examples)[0][fragment]
+            examples = components(self.examples)[0][fragment]
         counts = step.of_host(examples, devices)
         with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
@@ -155,9 +149,9 @@ class OuterState(tf.Module):
             # A host counts by its examples, so that each example counts the same.
             of_all = tf_internals.components(total)[0]
             share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
-            own = [_components(one)[0].read_value() for one in trained]
+            own = [components(one)[0].read_value() for one in trained]
             changes = [
-                (_components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
+                (components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
                 for before, now in zip(common, own, strict=True)
             ]
         differences = [step.of_host(change, devices) for change in changes]
@@ -183,13 +177,13 @@ class OuterState(tf.Module):
         grads = updates.unified(strategy, means, common)
         updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
-            for given, component in zip(_components(source), _components(target), strict=True):
+            for given, component in zip(components(source), components(target), strict=True):
                 with tf.device(component.device):
                     value = tf.cast(given.read_value(), component.dtype)
                     if self.overlaps:
                         value += component.read_value() - tf.ensure_shape(before, component.shape)
                     component.assign(value)
-        for component in _components(self.examples):
+        for component in components(self.examples):
             with tf.device(component.device):
                 is_other = tf.range(component.shape[0]) != fragment
                 left = tf.cast(rows, tf.int64)
@@ -219,8 +213,11 @@ def states_of(optimizer: Any) -> list[OuterState]:
     return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
 
 
-def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any], Any]) -> Any:
-    """Calls an optimizer's update on this replica, and meets other hosts if it is time to."""
+def apply(
+    optimizer: Any, own: updates.Call, grads: Sequence[Any], variables: Sequence[Any] | None
+) -> Any:
+    """Applies gradients of this replica as `updates` does; meets other hosts if it is time to."""
+    update = functools.partial(updates.apply, optimizer, own, grads)
     here, strategy = step.current(), tf.distribute.get_strategy()
     outer = getattr(strategy.extended, "outer", None)
     if outer is None or here is None or here.alone or here.applies or here.trace is not None:
@@ -231,6 +228,7 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any
 
     begun: list[dict[int, Any]] = []
 
+    @tf.autograph.experimental.do_not_convert
     def begin(strategy: tf.distribute.Strategy) -> None:
         if variables is not None:
             keras_internals.build(optimizer, variables)
@@ -238,13 +236,12 @@ def apply(optimizer: Any, variables: Sequence[Any] | None, update: Callable[[Any
         # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
+    @tf.autograph.experimental.do_not_convert
     def end(strategy: tf.distribute.Strategy) -> None:
-        step.change_all(applies=False)
-        steps = step.all_running()
-        assert steps is not None
-        for state, own in zip(states_of(optimizer), begun, strict=True):
+        total = step.change_all(applies=False)[0].total
+        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
             # Without a batch, hosts count the same.
-            state.end(strategy, 1 if steps[0].total is None else steps[0].total, own)
+            state.end(strategy, 1 if total is None else total, exchanges)
 
     context.merge_call(begin)
     with step.changed(applies=True):
@@ -269,7 +266,7 @@ def common_parameters(model: Any) -> Iterator[None]:
     own = []
     for state in states:
         for variable in state.trained:
-            own.append((variable.value, [one.read_value() for one in _components(variable)]))
+            own.append((variable.value, [one.read_value() for one in components(variable)]))
         _copy(state.common, state.trained)
     try:
         yield
@@ -286,12 +283,7 @@ def _agree(optimizer: Any) -> None:
         joined.agree({"what": "outer optimizer", "config": json.dumps(config, default=str)})
 
 
-def _components(variable: Any) -> tuple[Any, ...]:
-    """Returns a Keras variable's components on the devices of this host."""
-    return tf_internals.components(keras_internals.value_of(variable))
-
-
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
     """Gives variables the values of others, on each device of this host."""
     for source, target in zip(sources, targets, strict=True):
-        step.assign(target.value, [one.read_value() for one in _components(source)])
+        step.assign(target, [one.read_value() for one in components(source)])

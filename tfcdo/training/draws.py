@@ -23,19 +23,10 @@ _PHILOX = 1  # `tf.random.Algorithm.PHILOX`.
 _FOUR_PER_COUNT = (tf.float32, tf.float16, tf.bfloat16)
 
 
-def install() -> None:
-    """Puts these functions before the functions of Keras's TensorFlow backend."""
-    module = keras_internals.RANDOM
-    keras_internals.extend(module, "dropout", _dropout)
-    keras_internals.extend(module, "uniform", _uniform)
-    keras_internals.extend(module, "normal", _normal)
-    for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
-        keras_internals.extend(module, name, _whole_batch)
-
-
-def _dropout(
+def dropout(
     own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
+    """Stands for `dropout`: drops the elements that one device would drop."""
     shape = tf.shape(inputs) if noise_shape is None else noise_shape
     is_of_rows = noise_shape is None or noise_shape[0] is None
     first = inputs.shape[0] if is_of_rows else _first(noise_shape)
@@ -51,7 +42,7 @@ def _dropout(
     return tf.where(drawn >= tf.cast(rate, dtype), inputs * scale, tf.zeros([], dtype))
 
 
-def _uniform(
+def uniform(
     own: Function,
     shape: Any,
     minval: Any = 0.0,
@@ -59,6 +50,7 @@ def _uniform(
     dtype: Any = None,
     seed: Any = None,
 ) -> Any:
+    """Stands for `uniform`: draws the rows that one device would draw."""
     here = _step_of_rows(_first(shape))
     if here is None:
         return own(shape, minval, maxval, dtype, seed)
@@ -68,7 +60,7 @@ def _uniform(
     return drawn * (maxval - minval) + minval
 
 
-def _normal(
+def normal(
     own: Function,
     shape: Any,
     mean: Any = 0.0,
@@ -76,6 +68,7 @@ def _normal(
     dtype: Any = None,
     seed: Any = None,
 ) -> Any:
+    """Stands for `normal`: draws the rows that one device would draw."""
     here = _step_of_rows(_first(shape))
     if here is None:
         return own(shape, mean, stddev, dtype, seed)
@@ -84,7 +77,7 @@ def _normal(
     return drawn * tf.cast(stddev, kind) + tf.cast(mean, kind)
 
 
-def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
+def whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Draws for the whole batch, and takes this replica's rows."""
     here = _step_of_rows(_first(shape))
     if here is None:
@@ -94,8 +87,7 @@ def _whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    own = here.present_rows
-    per_row = rows // (tf.cast(own, rows.dtype) if tf.is_tensor(rows) else own)
+    per_row = rows // _as(here.present_rows, rows)
     total = _as(here.total, per_row) * per_row
     before = _as(here.before, per_row) * per_row
     return draw([total, *others], *args)[before : before + rows]
@@ -131,18 +123,12 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     """Draws this replica's rows of an op's numbers for the whole batch."""
     seed = keras_internals.seed_of(seed)
     key, counter = tf.raw_ops.StatelessRandomGetKeyCounter(seed=seed)
+    draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
-
-        def draw(shape: Any) -> tf.Tensor:
-            return op(shape=shape, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
-
-        drawn = _taken(here, draw, shape)
-    else:
-        shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
-        size = tf.reduce_prod(shape)
-        start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
-        extra = start % 4
-        moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
-        drawn = op(shape=[size + extra], key=key, counter=moved, alg=_PHILOX, dtype=dtype)
-        drawn = tf.reshape(drawn[extra:], shape)
-    return drawn
+        return _taken(here, lambda whole: draw(shape=whole), shape)
+    shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
+    size = tf.reduce_prod(shape)
+    start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
+    extra = start % 4
+    moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
+    return tf.reshape(draw(shape=[size + extra], counter=moved)[extra:], shape)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -21,9 +22,11 @@ from tfcdo.training.step import ReplicaStep
 class ReducesStructures:
     """Has a strategy run Keras's steps, and reduce and gather structures of values."""
 
+    extended: Any  # TensorFlow sets it.
+
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        alone = step.is_host_alone() or self.extended.outer is not None  # type: ignore[attr-defined]
+        alone = step.now.host_alone or self.extended.outer is not None
         with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
@@ -39,16 +42,16 @@ class ReducesStructures:
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Concatenates a value, or each of a structure of values over the replicas, in one go."""
-        extended = self.extended  # type: ignore[attr-defined]
         flat = tf.nest.flatten(value)
         on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
         if not tf.nest.is_nested(value) or not flat or on_replica:
             # One value as TensorFlow has it; on a replica, its error. On several hosts the code
             # below would take a replica's tensor for a component, and gather it.
             return super().gather(value, axis)  # type: ignore[misc]
-        device = tf_internals.current_device() or extended._default_device or "/device:CPU:0"
-        gathered = extended._batch_gather_to([(one, device) for one in flat], axis)
-        return tf.nest.pack_sequence_as(value, [extended._local_results(g)[0] for g in gathered])
+        device = tf_internals.current_device() or self.extended._default_device or "/device:CPU:0"
+        gathered = self.extended._batch_gather_to([(one, device) for one in flat], axis)
+        results = [self.extended._local_results(one)[0] for one in gathered]
+        return tf.nest.pack_sequence_as(value, results)
 
     def state_bytes(self, optimizer: Any) -> dict[str, int]:
         """Returns the bytes of an optimizer's variables on each device of this host.
@@ -67,7 +70,7 @@ class ReducesStructures:
         """
         held: dict[str, int] = {}
         for variable in optimizer.variables if optimizer.built else ():
-            for component in tf_internals.components(keras_internals.value_of(variable)):
+            for component in step.components(variable):
                 num_bytes = component.shape.num_elements() * component.dtype.size
                 held[component.device] = held.get(component.device, 0) + num_bytes
         return dict(sorted(held.items()))
@@ -104,27 +107,25 @@ class ReducesStructures:
           >>> tfcdo.MirroredStrategy(["/cpu:0"]).explain([(1000,), (10,)]).num_packs
           1
         """
-        extended = self.extended  # type: ignore[attr-defined]
-        ops = extended._cross_device_ops
+        ops = self.extended._cross_device_ops
         if not isinstance(ops, ConfiguredCrossDeviceOps):
             raise TypeError(f"cross_device_ops must be one of tfcdo's to be explained; got {ops!r}")
         if shard_optimizer_state is None:
-            shard_optimizer_state = extended.shard_optimizer_state
-        return ops.explain(shapes, dtype, extended.worker_devices, shard_optimizer_state)
+            shard_optimizer_state = self.extended.shard_optimizer_state
+        return ops.explain(shapes, dtype, self.extended.worker_devices, shard_optimizer_state)
 
 
 def _is_scalar(value: Any) -> bool:
-    component = tf_internals.components(value)[0]
-    shape = getattr(component, "shape", None)
-    return isinstance(component, (int, float, complex)) or (
-        shape is not None and tf.TensorShape(shape).rank == 0
-    )
+    # Python's numbers have no shape.
+    shape = tf.TensorShape(getattr(tf_internals.components(value)[0], "shape", ()))
+    return bool(shape.rank == 0)
 
 
 class ReplicaExtended:
     """Starts a step on all replicas or on none, and lets each replica work alone in it."""
 
-    sums_once = True  # For `updates`.
+    worker_devices: tuple[str, ...]  # TensorFlow has them.
+    sums_once = True  # For `step.is_ours`.
     shard_optimizer_state = False
     synchronize_batch_norm = False
     checks_in_sync = False
@@ -140,14 +141,13 @@ class ReplicaExtended:
         args, kwargs = args or (), kwargs or {}
         if isinstance(fn, tf.types.experimental.PolymorphicFunction):
             return self._run_function(run, fn, args, kwargs)
-        meeting = step.all_running()
+        meeting = step.now.steps
         if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
-        is_keras = step.method_of_keras() is not None
+        is_keras = step.now.method is not None
         is_divided = is_keras and self._is_to_divide((args, kwargs))
         if is_divided:
-            devices = self.worker_devices  # type: ignore[attr-defined]
-            args, kwargs = parts.of_one_batch((args, kwargs), devices)
+            args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
         several = replicas > 1 or self.outer is not None
         steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
@@ -173,7 +173,7 @@ class ReplicaExtended:
 
     def _is_to_divide(self, batch: Any) -> bool:
         """Returns whether a batch is no dataset's, such as `train_on_batch`'s."""
-        several = len(self.worker_devices) > 1  # type: ignore[attr-defined]
+        several = len(self.worker_devices) > 1
         values = tf.nest.flatten(batch)
         return several and not any(isinstance(v, tf_internals.DistributedValues) for v in values)
 
@@ -196,7 +196,7 @@ class ReplicaExtended:
 
     def _steps(self, args: Any, kwargs: Any, is_divided: bool) -> list[ReplicaStep]:
         """Returns each replica's view of a step that begins with these arguments."""
-        devices = self.worker_devices  # type: ignore[attr-defined]
+        devices = self.worker_devices
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         views = [ReplicaStep(index, replicas) for index in range(len(devices))]
         batch = next(
@@ -204,33 +204,28 @@ class ReplicaExtended:
         )
         if batch is None:
             return views
-        static = {component.shape[0] for component in batch}
+        static = [component.shape[0] for component in batch]
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
         # its function; an argument of a function has the shapes of this host's part.
-        is_fit = step.method_of_keras() == "fit" and not is_divided
-        of_dataset = is_fit and not tf.executing_eagerly()
-        if len(static) == 1 and None not in static and (hosts == 1 or of_dataset):
-            count = int(static.pop())
+        is_fit = step.now.method == "fit" and not is_divided
+        of_dataset = is_fit and not tf.executing_eagerly() and len(set(static)) == 1
+        if None not in static and (hosts == 1 or of_dataset):
+            rows = static * hosts
             joined = session.current()
             if hosts > 1 and joined is not None:
-                joined.agree({"what": "a step of fit", "examples of a replica": count})
-            rows = [count] * replicas
-        elif hosts == 1 and None not in static:
-            rows = [int(component.shape[0]) for component in batch]
+                joined.agree({"what": "a step of fit", "examples of a replica": rows[0]})
         else:
             own = list(step.on_each(devices, parts.rows_of, batch).values)
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
-        total = sum(rows) if isinstance(rows[0], int) else tf.add_n([tf.identity(r) for r in rows])
-        befores = [0 * rows[0]]
-        for count in rows:
-            befores.append(befores[-1] + count)
-        own = rows[first : first + len(devices)]
-        have = numerics.on_each(devices, lambda count: count > 0, own)
+        is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
+        *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
+        here = slice(first, first + len(devices))
+        have = numerics.on_each(devices, lambda count: count > 0, rows[here])
         return [
-            ReplicaStep(index, replicas, own[index], befores[first + index], total, have[index])
-            for index in range(len(devices))
+            ReplicaStep(index, replicas, *own, total, has, is_even)
+            for index, (*own, has) in enumerate(zip(rows[here], befores[here], have, strict=True))
         ]
 
     def _first_replica(self) -> int:
@@ -239,25 +234,25 @@ class ReplicaExtended:
     def _of_all_hosts(self, own: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Returns the numbers of all hosts' replicas; `own` are the numbers of this host's."""
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
-        first, devices = self._first_replica(), self.worker_devices  # type: ignore[attr-defined]
-
-        def in_its_place(replica: int, count: tf.Tensor) -> tf.Tensor:
-            return tf.one_hot(replica, replicas, dtype=tf.int64) * count
-
-        value = step.on_each(devices, in_its_place, range(first, first + len(own)), own)
+        first, devices = self._first_replica(), self.worker_devices
+        value = step.on_each(
+            devices,
+            lambda replica, count: tf.one_hot(replica, replicas, dtype=tf.int64) * count,
+            range(first, first + len(own)),
+            own,
+        )
         of_all = self.reduce_to("SUM", value, value)  # type: ignore[attr-defined]
         return list(tf.unstack(tf_internals.components(of_all)[0], replicas))
 
     def _batch(self, value: Any) -> tuple[Any, ...] | None:
         """Returns the replicas' components of a value if these are rows; else None."""
-        distributed = isinstance(value, tf_internals.DistributedValues)
-        alone = len(self.worker_devices) == 1  # type: ignore[attr-defined]
         components = tf_internals.components(value)
-        if not distributed and not alone:
-            return None
-        if any(not tf.is_tensor(one) or tf_internals.is_variable(one) for one in components):
-            return None
-        return components if all(one.shape.rank for one in components) else None
+        of_each = len(components) == len(self.worker_devices)
+        are_rows = all(
+            tf.is_tensor(one) and not tf_internals.is_variable(one) and one.shape.rank
+            for one in components
+        )
+        return components if of_each and are_rows else None
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if not self._use_merge_call():
@@ -287,9 +282,9 @@ class ReplicaExtended:
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
         return ops.sum_gradients(pairs, paths)
 
-    def batch_gather(self, values: Sequence[Any], axis: int) -> list[Any]:
-        """Concatenates each value over all replicas, for all replicas."""
-        return list(self._batch_gather_to([(one, one) for one in values], axis))
+    def gather_rows(self, values: Sequence[Any]) -> list[Any]:
+        """Concatenates the rows of each value over all replicas, for all replicas."""
+        return list(self._batch_gather_to([(one, one) for one in values], 0))
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
@@ -308,11 +303,10 @@ class ReplicaExtended:
     def _with_default_device(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known."""
         # Arguments of a traced function have no device yet.
-        if isinstance(destinations, tf_internals.DistributedValues):
+        if isinstance(destinations, (str, tf_internals.DistributedValues)):
             return destinations
-        named = destinations if isinstance(destinations, str) else None
-        known = named or request.known_device(destinations)
-        return destinations if known else self.worker_devices[0]  # type: ignore[attr-defined]
+        known = request.known_device(destinations)
+        return destinations if known else self.worker_devices[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -323,14 +317,13 @@ class ReplicaExtended:
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
             return distribute(dataset, options)
-        count = len(self.worker_devices)  # type: ignore[attr-defined]
-        own = parts.cut(dataset, self._first_replica(), count, replicas)
+        own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 
 
 def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
     """Returns a function that enters the step of the replica that calls it."""
-    alone = step.is_host_alone()
+    alone = step.now.host_alone
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:

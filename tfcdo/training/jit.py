@@ -11,6 +11,7 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
+from tfcdo.training import diloco, updates
 from tfcdo.training import step as running
 
 
@@ -23,20 +24,24 @@ class Trace:
     """Collects, while a step is traced, the update that is left to do outside of XLA."""
 
     graph: tf.Graph
-    optimizer: Any
+    optimizer: Any = None
+    own: updates.Call | None = None
     gradients: list[Any] | None = None
     variables: list[Any] | None = None
     ops_before_update: int = 0
 
-    def defer(self, grads: list[Any], variables: list[Any] | None) -> None:
-        """Takes the gradients of the step's update."""
+    def defer(
+        self, optimizer: Any, own: updates.Call, grads: list[Any], variables: list[Any] | None
+    ) -> None:
+        """Takes the arguments of the step's `updates.apply`."""
         if self.variables is not None:
             raise _NotCompiledError("it updates variables more than once")
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise _NotCompiledError("it updates in a tf.cond, loop or tf.function")
         if variables is None:
             raise _NotCompiledError("it calls optimizer.apply without variables")
-        self.gradients, self.variables = grads, variables
+        self.optimizer, self.own, self.gradients = optimizer, own, grads
+        self.variables = variables
         self.ops_before_update = len(self.graph.get_operations())
 
 
@@ -57,7 +62,7 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
     Args:
       step: A function of tensors that calls the optimizer at most once, as its last use of the
         variables. It is called on a replica, in a `tf.function`.
-      optimizer: The Keras optimizer that the step calls; None for a step that updates nothing.
+      optimizer: The Keras optimizer that the step calls; it may be left out.
 
     Returns:
       A function with the arguments and results of `step`.
@@ -76,13 +81,12 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
         raise TypeError(f"step must be a function; got {step!r}")
     if optimizer is not None and not callable(getattr(optimizer, "apply", None)):
         raise TypeError(f"optimizer must be a Keras 3 optimizer or None; got {optimizer!r}")
-    return functools.partial(_run, step, optimizer)
+    return functools.partial(_run, step)
 
 
 def make_function(model: keras.Model, name: str) -> None:
     """Makes a model's train or test function, whose step XLA compiles on each replica."""
-    optimizer = model.optimizer if name == "train" else None
-    compiled: Any = jit_compile(getattr(model, f"{name}_step"), optimizer)
+    compiled: Any = jit_compile(getattr(model, f"{name}_step"))
     compiled.is_keras_step = True  # For `keras_internals.method_of_step`.
     model.jit_compile = False  # Not the whole, around the steps of all replicas.
     try:
@@ -92,7 +96,7 @@ def make_function(model: keras.Model, name: str) -> None:
 
 
 @tf.autograph.experimental.do_not_convert
-def _run(step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any) -> Any:
+def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     here = running.current() or running.ReplicaStep(0, 1)
     if here.trace is not None:
         raise _NotCompiledError
@@ -101,49 +105,50 @@ def _run(step: Callable[..., Any], optimizer: Any, /, *args: Any, **kwargs: Any)
     traces: list[Trace] = []
 
     def traced(*args: Any, **kwargs: Any) -> Any:
-        trace = Trace(tf.compat.v1.get_default_graph(), optimizer)
+        trace = Trace(tf.compat.v1.get_default_graph())
         traces[:] = [trace]
         with running.during(step=dataclasses.replace(here, trace=trace)):
             outputs = step(*args, **kwargs)
         return outputs, trace.gradients
 
     name = _name(step)
+    reason: str | None = None
     try:
         compiled = tf.function(traced, jit_compile=True, autograph=False)
         # Traced before it is called: a call could not be taken back.
         function = compiled.get_concrete_function(*args, **kwargs)
-        _check_last_use(function, traces[0], optimizer)
-    except (_NotCompiledError, RuntimeError) as error:
-        reason = _reason(error)
-        if reason is None:
+        _check_last_use(function, traces[0])
+    except _NotCompiledError as error:
+        reason = str(error)
+    except RuntimeError as error:
+        if "merge_call" not in str(error):
             raise
+        reason = "its replicas meet in it"
+    if reason is not None:
         if reason:
             log.warn_once(
                 f"jit_compile=True: XLA does not compile {name}, because {reason}; compile parts "
                 "of it with tfcdo.keras.jit_compile, or set jit_compile=False"
             )
         return step(*args, **kwargs)
-    updated = traces[0].variables
+    [trace] = traces
     log.info_once(
         f"jit_compile=True: on each replica XLA compiles {name}"
-        + ("; the all-reduce and the update run outside" if updated is not None else "")
+        + ("; the all-reduce and the update run outside" if trace.own else "")
         + ". Each new shape of a batch is compiled again"
     )
     outputs, gradients = function(*args, **kwargs)
-    if updated is not None:
-        optimizer.apply(gradients, updated)
+    if trace.own:
+        diloco.apply(trace.optimizer, trace.own, gradients, trace.variables)
     return outputs
 
 
-def _check_last_use(function: Any, trace: Trace, optimizer: Any) -> None:
+def _check_last_use(function: Any, trace: Trace) -> None:
     """Raises a `_NotCompiledError` if ops after the update use a variable that it changes."""
     if trace.variables is None:
         return
-    updated = [*trace.variables, *optimizer.variables]
-    values = list(map(keras_internals.value_of, updated))
-    handles = {
-        id(component.handle) for value in values for component in getattr(value, "values", (value,))
-    }
+    updated = [*trace.variables, *trace.optimizer.variables]
+    handles = {id(one.handle) for variable in updated for one in running.components(variable)}
     captured = function.captured_inputs
     inner = function.inputs[len(function.inputs) - len(captured) :]
     changed = {
@@ -158,10 +163,3 @@ def _name(step: Callable[..., Any]) -> str:
     name = getattr(step, "__name__", repr(step))
     owner = getattr(getattr(step, "__self__", None), "name", None)
     return f"{owner}.{name}" if owner else name
-
-
-def _reason(error: Exception) -> str | None:
-    """Returns why a step is run without XLA; None if the error is another one."""
-    if isinstance(error, _NotCompiledError):
-        return str(error)
-    return "its replicas meet in it" if "merge_call" in str(error) else None

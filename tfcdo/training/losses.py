@@ -19,17 +19,7 @@ from tfcdo.training import step
 Function = Callable[..., Any]
 
 
-def install() -> None:
-    """Puts these functions before Keras's."""
-    module = keras_internals.LOSSES
-    keras_internals.extend(module, "scale_loss_for_distribution", _scaled)
-    keras_internals.extend(module, "unscale_loss_for_distribution", _unscaled)
-    keras_internals.extend(module, "reduce_values", _reduced)
-    keras_internals.extend(module, "apply_mask", _masked)
-    keras_internals.extend(keras_internals.CompileLoss, "call", _compiled_loss)
-
-
-def _scaled(own: Function, value: Any) -> Any:
+def scaled(own: Function, value: Any) -> Any:
     """Stands for `scale_loss_for_distribution`: a mean counts by this replica's share of rows."""
     here = step.current_several()
     return (
@@ -37,7 +27,7 @@ def _scaled(own: Function, value: Any) -> Any:
     )
 
 
-def _unscaled(own: Function, value: Any) -> Any:
+def unscaled(own: Function, value: Any) -> Any:
     """Stands for `unscale_loss_for_distribution`: Keras weights the result by the examples."""
     here = step.current_several()
     # Where Keras does not know their number, it counts each replica's loss once.
@@ -47,9 +37,7 @@ def _unscaled(own: Function, value: Any) -> Any:
     return value * tf.cast(ratio, value.dtype)
 
 
-def _compiled_loss(
-    own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any
-) -> Any:
+def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
     here = step.current_several()
     rows = keras_internals.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
@@ -59,7 +47,7 @@ def _compiled_loss(
         return own(loss, y_true, y_pred, *args, **kw)
 
 
-def _reduced(
+def reduced(
     own: Function, values: Any, sample_weight: Any = None, reduction: Any = "sum_over_batch_size"
 ) -> Any:
     """Stands for `reduce_values`, which sums or averages the losses of examples."""
@@ -75,7 +63,7 @@ def _reduced(
     return own(values, sample_weight, reduction)
 
 
-def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
+def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
     """Stands for `apply_mask`: a mean is one over all values that masks keep on any replica."""
     here = step.current_several()
     if here is None or mask is None or reduction not in ("mean", "sum_over_batch_size"):
@@ -83,9 +71,8 @@ def _masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction:
     # Keras multiplies by the ratio of all values to those kept, of this replica.
     mask = here.keep(tf.cast(mask, dtype))
     kept = tf.reduce_sum(mask)
-    scaled = tf.math.divide_no_nan(kept, step.summed(kept) * here.share(dtype))
-    weighted = own(sample_weight, mask, dtype, reduction)
-    return weighted * scaled
+    ratio = tf.math.divide_no_nan(kept, step.summed(kept) * here.share(dtype))
+    return own(sample_weight, mask, dtype, reduction) * ratio
 
 
 @tf.autograph.experimental.do_not_convert
@@ -135,11 +122,8 @@ def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
 
 
 def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:
-    def gather(strategy: tf.distribute.Strategy, values: Any) -> Any:
-        return strategy.extended.batch_gather(values, 0)
-
-    gathered: list[tf.Tensor] = tf.distribute.get_replica_context().merge_call(gather, [values])
-    return gathered
+    context = tf.distribute.get_replica_context()
+    return list(context.merge_call(lambda s, values: s.extended.gather_rows(values), [values]))
 
 
 def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Tensor:

@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -48,9 +48,8 @@ def install() -> None:
         extend(optimizer, name, _note_rows)
     extend(keras.Variable, "assign_add", _count)
     trainer = keras_internals.Trainer
-    extend(trainer, "make_train_function", functools.partial(_make, "train"))
-    extend(trainer, "make_test_function", functools.partial(_make, "test"))
-    extend(trainer, "make_predict_function", _make_predict)
+    for name in ("train", "test", "predict"):
+        extend(trainer, f"make_{name}_function", functools.partial(_make, name))
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
     for name in ("train_on_batch", "test_on_batch"):
@@ -60,28 +59,33 @@ def install() -> None:
     for name in ("set_weights", "load_weights"):
         extend(keras.Model, name, _begin_outer_again)
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
-    losses.install()
-    draws.install()
-    statistics.install()
+    for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
+        extend(keras_internals.RANDOM, name, draws.whole_batch)
+    for name in ("dropout", "uniform", "normal"):
+        extend(keras_internals.RANDOM, name, getattr(draws, name))
+    extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
+    extend(keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled)
+    extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
+    extend(keras_internals.LOSSES, "apply_mask", losses.masked)
+    extend(keras_internals.CompileLoss, "call", losses.compiled)
+    extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
+    extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
 
 
 def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    update = functools.partial(updates.apply, optimizer, functools.partial(own, optimizer), grads)
-    return diloco.apply(optimizer, trainable_variables, update)
+    return diloco.apply(optimizer, functools.partial(own, optimizer), grads, trainable_variables)
 
 
 def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
+    if type(optimizer).apply is keras.optimizers.Optimizer.apply or step.current() is None:
+        return own(optimizer, grads_and_vars)  # `apply` comes next.
+
     # An optimizer's own `apply` may change gradients before Keras's is called.
-    def call(grads: Any, variables: Any) -> Any:
+    def call(optimizer: Any, grads: Any, variables: Any) -> Any:
         return own(optimizer, list(zip(grads, variables, strict=True)))
 
     pairs = list(grads_and_vars)
-    grads, variables = [grad for grad, _ in pairs], [variable for _, variable in pairs]
-    here = step.current()
-    if type(optimizer).apply is keras.optimizers.Optimizer.apply or here is None:
-        return call(grads, variables)  # `apply` comes next.
-    update = functools.partial(updates.apply, optimizer, call, grads)
-    return diloco.apply(optimizer, variables, update)
+    return _apply(call, optimizer, [grad for grad, _ in pairs], [one for _, one in pairs])
 
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -103,16 +107,14 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
 def _extended_of(optimizer: Any) -> Any:
     """Returns the extended of the strategy of tfcdo's that an optimizer was made for; else None."""
     strategy = keras_internals.strategy_of(optimizer)
-    if diloco.is_outer(optimizer):
-        return None
     ours = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
-    return strategy.extended if ours else None
+    return strategy.extended if ours and not diloco.is_outer(optimizer) else None
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
-        sharding.assign_owners(keras_internals.strategy_of(optimizer), variables)
+        sharding.assign_owners(extended, variables)
     own(optimizer, variables)
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
 
@@ -120,18 +122,14 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
 def _add_slot(
     own: Function, optimizer: Any, reference_variable: Any, name: Any = None, **options: Any
 ) -> Any:
-    extended = _extended_of(optimizer)
-    if extended is None or keras_internals.is_overwritten(reference_variable):
-        return own(optimizer, reference_variable, name=name, **options)
-    if name == "gradient_accumulator":
-        return keras_internals.accumulator_like(optimizer, reference_variable)
-    # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
-    if not extended.shard_optimizer_state or name == "average":
-        return own(optimizer, reference_variable, name=name, **options)
-    device = sharding.device_of_slots(keras_internals.strategy_of(optimizer), reference_variable)
-    if device is None:
-        return own(optimizer, reference_variable, name=name, **options)
-    with tf_internals.plain_variables(device):
+    extended, device = _extended_of(optimizer), None
+    if extended is not None and not keras_internals.is_overwritten(reference_variable):
+        if name == "gradient_accumulator":
+            return keras_internals.accumulator_like(optimizer, reference_variable)
+        # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
+        if extended.shard_optimizer_state and name != "average":
+            device = sharding.device_of_slots(extended, reference_variable)
+    with tf_internals.plain_variables(device) if device else contextlib.nullcontext():
         return own(optimizer, reference_variable, name=name, **options)
 
 
@@ -145,9 +143,9 @@ def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
 def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
     """Notes which rows of a variable its owner writes."""
     here = step.current()
-    if here is not None and here.update is not None:
-        written = here.update.written.setdefault(id(keras_internals.value_of(variable)), [])
-        written.append(getattr(value, "indices", None))
+    if here is not None and here.written is not None:
+        writes = here.written.setdefault(id(keras_internals.value_of(variable)), [])
+        writes.append(getattr(value, "indices", None))
     own(optimizer, variable, value)
 
 
@@ -236,12 +234,12 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    if several and model.jit_compile and (before is None or force):
+    if several and model.jit_compile and name != "predict" and (before is None or force):
         jit.make_function(model, name)
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
-    if name == "test":
+    if name != "train":
         statistics.synchronize(model)
     elif function is not before:
         extended = model.distribute_strategy.extended
@@ -251,12 +249,6 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
             function = functools.partial(run_checked, function, model, [])
         model.train_function = function
     return None
-
-
-def _make_predict(own: Function, model: Any, force: bool = False) -> Any:
-    own(model, force)
-    if step.is_ours(model.distribute_strategy):
-        statistics.synchronize(model)
 
 
 def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -288,7 +280,7 @@ class WeightComparison:
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common
-        self._digests = _digests_of(self._strategy, self._variables)
+        self._digests = tf.function(self._digests_of_all, autograph=False)
 
     def difference(self) -> str | None:
         """Returns which variable and replica differ first, and by how much; None if none does."""
@@ -320,6 +312,19 @@ class WeightComparison:
             f"variables {len(differing)} differ somewhere"
         )
 
+    def _digests_of_all(self) -> tf.Tensor:
+        """Returns the digests of all variables on all replicas of all hosts."""
+        return self._strategy.gather(self._strategy.run(self._digests_here), axis=0)
+
+    def _digests_here(self) -> tf.Tensor:
+        digests = []
+        for variable in self._variables:
+            tensor = tf.convert_to_tensor(variable)
+            # A slot that only its owner has is read there, and only the digest is sent.
+            with tf.device(tensor.device):
+                digests.append(digest(tensor))
+        return tf.stack(digests)[None]
+
 
 def run_checked(
     train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
@@ -350,22 +355,3 @@ def digest(tensor: tf.Tensor) -> tf.Tensor:
     stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
     stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
     return tf.reduce_sum(stirred * _SECOND)
-
-
-def _digests_of(strategy: tf.distribute.Strategy, variables: list[Any]) -> Any:
-    """Makes a function that returns the digests of all variables on all replicas of all hosts."""
-
-    def on_replica() -> tf.Tensor:
-        digests = []
-        for variable in variables:
-            tensor = tf.convert_to_tensor(variable)
-            # A slot that only its owner has is read there, and only the digest is sent.
-            with tf.device(tensor.device):
-                digests.append(digest(tensor))
-        return tf.stack(digests)[None]
-
-    @tf.function(autograph=False)
-    def digests() -> tf.Tensor:
-        return strategy.gather(strategy.run(on_replica), axis=0)
-
-    return digests

@@ -17,7 +17,6 @@ from tfcdo.training import step
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 _READERS = ("RecordDataset", "TextLineDataset")
-_Composite = (tf.SparseTensor, tf.RaggedTensor)
 
 
 def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -30,10 +29,7 @@ def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
 
 
 def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Dataset:
-    """Returns a dataset that can be distributed; warns of one that trains otherwise than expected.
-
-    The session is the one of several hosts.
-    """
+    """Returns a dataset to distribute, by hosts with a session; warns if it trains unexpectedly."""
     if int(dataset.cardinality()) == 0:
         log.warn_once(
             "a dataset without elements is distributed; Keras's fit and evaluate end with "
@@ -106,7 +102,7 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
                 tf.concat([[rows], others], 0),
             )
         part = value[begin : begin + rows]
-        if size is not None and not isinstance(value, _Composite):
+        if size is not None and not isinstance(value, tf.RaggedTensor):
             part.set_shape([size, *value.shape[1:]])
         return part
 
@@ -178,11 +174,12 @@ def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
     if dataset.options().experimental_distribute.auto_shard_policy == _POLICY.OFF:
         return
     parts = list(made_from(dataset))
+    kind = protocol.digest({"elements": str(dataset.element_spec)})
     # TensorFlow deals out the files, if there are any, before all else.
     seeds = [] if any(map(_reads_files, parts)) else [s for part in parts for s in _seeds(part)]
     if (0, 0) in seeds:
         how = "without a seed"
-    elif seeds and session.differing(_kind(dataset), json.dumps(seeds)):
+    elif seeds and session.differing(kind, json.dumps(seeds)):
         how = "with other seeds than on another host"
     else:
         return
@@ -193,10 +190,6 @@ def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
         "shuffle(), or whatever shuffles, the same seed on all hosts, or use "
         "tfcdo.keras.resumable_dataset"
     )
-
-
-def _kind(dataset: tf.data.Dataset) -> str:
-    return protocol.digest({"elements": str(dataset.element_spec)})
 
 
 def _reads_files(dataset: tf.data.Dataset) -> bool:

@@ -5,7 +5,6 @@ A replica works alone, as after any sum, but only on the variables that it owns.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -19,18 +18,6 @@ from tfcdo.training import step
 _OWNER = "tfcdo_owner"  # The index of its owner's device, an attribute of TensorFlow's variable.
 
 
-@dataclasses.dataclass
-class OwnUpdate:
-    """One replica's update of the variables that it owns.
-
-    Attributes:
-      written: the indices of the rows that were written to each variable, by the identity of its
-        component; None for all rows.
-    """
-
-    written: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-
-
 def check_strategy(extended: Any) -> None:
     """Raises a TypeError unless a strategy sums with one of tfcdo's all-reduce classes."""
     ops = extended._cross_device_ops
@@ -41,7 +28,7 @@ def check_strategy(extended: Any) -> None:
         )
 
 
-def assign_owners(strategy: tf.distribute.Strategy, variables: Sequence[Any]) -> None:
+def assign_owners(extended: Any, variables: Sequence[Any]) -> None:
     """Deals variables to the devices of this host by their bytes, before their slots are made."""
     values = [keras_internals.value_of(variable) for variable in variables]
     free = [
@@ -50,15 +37,15 @@ def assign_owners(strategy: tf.distribute.Strategy, variables: Sequence[Any]) ->
         if isinstance(value, tf_internals.DistributedValues) and not hasattr(value, _OWNER)
     ]
     sizes = [value.shape.num_elements() * value.dtype.size for value in free]
-    dealt = deal_owners(sizes, len(strategy.extended.worker_devices))
+    dealt = deal_owners(sizes, len(extended.worker_devices))
     for value, owner in zip(free, dealt, strict=True):
         setattr(value, _OWNER, owner)
 
 
-def device_of_slots(strategy: tf.distribute.Strategy, variable: Any) -> str | None:
+def device_of_slots(extended: Any, variable: Any) -> str | None:
     """Returns the device on which the slots of a variable are made; None for all devices."""
     owner = getattr(keras_internals.value_of(variable), _OWNER, None)
-    return None if owner is None else strategy.extended.worker_devices[owner]
+    return None if owner is None else extended.worker_devices[owner]
 
 
 def update(
@@ -92,8 +79,8 @@ def update(
         here = step.current()
         assert here is not None
         mine = [at for at, index in enumerate(owner) if index == here.replica]
-        own_update = OwnUpdate()
-        with step.changed(alone=True, update=own_update), tf.control_dependencies(all_there):
+        written: dict[int, list[Any]] = {}
+        with step.changed(alone=True, written=written), tf.control_dependencies(all_there):
             keras_internals.apply_to_own(
                 leaf,
                 [*(sums[at] for at in mine), *scales],
@@ -101,7 +88,8 @@ def update(
             )
             for at in mine:
                 component = values[at].values[here.replica]
-                changed[at] = _changed(leaf, variables[at], component, own_update)
+                indices = written.get(id(component), [None])
+                changed[at] = _changed(leaf, variables[at], component, indices)
 
     strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
     for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
@@ -149,10 +137,9 @@ def _clipped(
     return clipped
 
 
-def _changed(leaf: Any, variable: Any, component: tf.Variable, own_update: OwnUpdate) -> Any:
+def _changed(leaf: Any, variable: Any, component: tf.Variable, indices: Sequence[Any]) -> Any:
     """Returns a variable's new value, or only the rows that were written, if these were all."""
     value = tf.convert_to_tensor(component)
-    indices = own_update.written.get(id(component), [None])
     all_rows = indices[0] is None or any(each is not indices[0] for each in indices)
     if all_rows or keras_internals.changes_all_rows(leaf, variable):
         return value

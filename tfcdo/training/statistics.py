@@ -93,17 +93,16 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
         return
     have = [tf.cast(here.has_rows, tf.bool) for here in steps]
 
-    def take() -> tf.Tensor:
+    def take() -> None:
         devices = [component.device for component in statistics[0].values]
         own = _joined(devices, statistics)
         weights = [tf.cast(one, tf.float64) for one in have]
         mean = tf.add_n([one * weight for one, weight in zip(own, weights, strict=True)])
         mean = mean / tf.add_n(weights)
         _assign_joined(devices, statistics, [tf.where(h, one, mean) for h, one in zip(have, own)])
-        return tf.constant(True)
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
-    tf.cond(some_empty, take, lambda: tf.constant(False))
+    tf.cond(some_empty, take, lambda: None)
 
 
 def synchronize(model: keras.Model) -> None:
@@ -152,20 +151,14 @@ def _common_dtype(variables: Sequence[OwnVariable]) -> tf.DType:
     return dtypes.pop() if len(dtypes) == 1 else tf.float64
 
 
-def install() -> None:
-    """Puts these functions before the methods of `BatchNormalization`."""
-    layer = keras.layers.BatchNormalization
-    keras_internals.extend(layer, "build", _build_layer)
-    keras_internals.extend(layer, "_moments", _moments)
-
-
-def _build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+def build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:
+    """Has a `BatchNormalization` normalize over the whole batch, if its strategy wants that."""
     if getattr(tf.distribute.get_strategy().extended, "synchronize_batch_norm", False):
         layer.synchronized = True
     own(layer, *args, **kwargs)
 
 
-def _moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
+def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     """Stands for `_moments`: mean and variance of the examples of all replicas, if asked for."""
     here = step.current_several()
     if here is None or not layer.synchronized:

@@ -14,12 +14,10 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
+from tfcdo import keras_internals, tf_internals
 from tfcdo.execute import numerics
 from tfcdo.execute.gradients import Gradient
 
-# TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
-_LOCAL = threading.local()
 SUM = tf.distribute.ReduceOp.SUM
 
 
@@ -27,43 +25,27 @@ SUM = tf.distribute.ReduceOp.SUM
 class ReplicaStep:
     """One replica's view of a running step.
 
-    The numbers of examples are ints if all replicas are known to have equally many, else 0-D int64
-    tensors; None if the step has no batch.
-
-    Attributes:
-      replica: the replica's index on this host.
-      replicas: the number of replicas that train together: on all hosts, or on a host alone.
-      rows: the number of this replica's examples.
-      before: the number of examples on the replicas before it.
-      total: the number of examples on all replicas.
-      has_rows: whether this replica has examples: a bool or a 0-D tensor.
-      writes: the distributed variables that the step's replicas assign, by identity.
-      alone: whether the replica works alone: nothing may meet the other replicas.
-      counts_after: tensors before which an optimizer does not count the step.
-      trace: the part of the step that XLA compiles, see `jit.py`; None for no part.
-      update: the sharded update that the replica makes, see `sharding.py`; None for all variables.
-      reports: whether losses are being reported once per batch, see `losses.py`.
-      applies: whether an optimizer is applied, after which hosts may meet, see `diloco.py`.
+    The numbers of examples are ints if they are known for all replicas, else 0-D int64 tensors;
+    None if the step has no batch.
     """
 
-    replica: int
-    replicas: int
-    rows: Any = None
-    before: Any = None
-    total: Any = None
-    has_rows: Any = True
+    replica: int  # Its index on this host.
+    replicas: int  # The number of them that train together: on all hosts, or on a host alone.
+    rows: Any = None  # The number of this replica's examples.
+    before: Any = None  # The number of examples on the replicas before it.
+    total: Any = None  # The number of examples on all replicas.
+    has_rows: Any = True  # Whether this replica has examples: a bool or a 0-D tensor.
+    is_even: bool = False  # All replicas are known to have equally many examples, at least one.
+    # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
-    alone: bool = False
-    counts_after: Sequence[tf.Tensor] = ()
-    trace: Any = None
-    update: Any = None
-    reports: bool = False
-    applies: bool = False
-
-    @property
-    def is_even(self) -> bool:
-        """Returns whether all replicas are known to have equally many examples, at least one."""
-        return isinstance(self.rows, int) and 0 < self.rows * self.replicas == self.total
+    alone: bool = False  # Nothing may meet the other replicas.
+    counts_after: Sequence[tf.Tensor] = ()  # An optimizer counts the step after these.
+    trace: Any = None  # The part of the step that XLA compiles, see `jit.py`.
+    # In a sharded update, by the identity of a variable's component, the indices of the rows of
+    # each write; None for all rows. See `sharding.py`.
+    written: dict[int, list[Any]] | None = None
+    reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
+    applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
 
     @property
     def can_be_empty(self) -> bool:
@@ -141,9 +123,23 @@ class ReplicaStep:
         return tf.where(self.has_rows, value, tf.zeros([], value.dtype))
 
 
+class _Now(threading.local):
+    """What a thread runs now."""
+
+    # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
+    step: ReplicaStep | None = None  # In a replica's thread.
+    # Of all replicas of this host, where these meet during a step.
+    steps: Sequence[ReplicaStep] | None = None
+    host_alone = False  # Whether this host trains alone, see `diloco.py`.
+    method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
+
+
+now = _Now()
+
+
 def current() -> ReplicaStep | None:
     """Returns the step that this thread's replica runs; None outside of a step."""
-    return getattr(_LOCAL, "step", None)
+    return now.step
 
 
 def current_several() -> ReplicaStep | None:
@@ -155,41 +151,22 @@ def current_several() -> ReplicaStep | None:
     return step if step.replicas > 1 or step.can_be_empty else None
 
 
-def all_running() -> Sequence[ReplicaStep] | None:
-    """Returns the steps of all replicas of this host, where these meet during a step; else None."""
-    return getattr(_LOCAL, "steps", None)
-
-
-def change_all(**changes: Any) -> None:
-    """Changes attributes of the steps of all replicas, from where these meet to the step's end."""
-    _LOCAL.steps = [dataclasses.replace(one, **changes) for one in _LOCAL.steps]
-
-
-def is_host_alone() -> bool:
-    """Returns whether this host trains alone now: see `diloco.py`."""
-    return bool(getattr(_LOCAL, "host_alone", False))
-
-
-def method_of_keras() -> str | None:
-    """Returns which method of Keras begins a step now; None in an own loop."""
-    method: str | None = getattr(_LOCAL, "method", None)
-    return method
+def change_all(**changes: Any) -> Sequence[ReplicaStep]:
+    """Changes and returns all replicas' steps, from where these meet to the step's end."""
+    assert now.steps is not None
+    now.steps = [dataclasses.replace(one, **changes) for one in now.steps]
+    return now.steps
 
 
 @contextlib.contextmanager
 def during(**values: Any) -> Iterator[None]:
-    """Sets values of this thread for a while.
-
-    `step`: this replica's; `steps`: of all replicas, in the thread that starts them; `host_alone`:
-    whether this host trains alone, or meets the others again; `method`: "fit" or "predict", which
-    begins a step, or None in an own loop.
-    """
-    before = {name: getattr(_LOCAL, name, None) for name in values}
-    vars(_LOCAL).update(values)
+    """Sets values of `now` for a while."""
+    before = {name: getattr(now, name) for name in values}
+    vars(now).update(values)
     try:
         yield
     finally:
-        vars(_LOCAL).update(before)
+        vars(now).update(before)
 
 
 def changed(**changes: Any) -> contextlib.AbstractContextManager[None]:
@@ -237,8 +214,13 @@ def summed(value: Any) -> tf.Tensor:
 _SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
 
 
+def components(variable: Any) -> tuple[Any, ...]:
+    """Returns the components of a variable, also of Keras's, on the devices of this host."""
+    return tf_internals.components(keras_internals.value_of(variable))
+
+
 def assign(variable: Any, values: Sequence[Any]) -> None:
-    """Gives each component of a variable a value, on its device."""
-    for component, value in zip(tf_internals.components(variable), values, strict=True):
+    """Gives each component of a variable, also of Keras's, a value, on its device."""
+    for component, value in zip(components(variable), values, strict=True):
         with tf.device(component.device):
             component.assign(tf.cast(value, component.dtype))

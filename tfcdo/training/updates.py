@@ -33,7 +33,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     if not grads:
         return own(grads, variables)
     if here.trace is not None:
-        return here.trace.defer(grads, variables)
+        return here.trace.defer(optimizer, own, grads, variables)
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
@@ -77,6 +77,7 @@ def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | N
             )
 
 
+@tf.autograph.experimental.do_not_convert
 def summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -108,7 +109,7 @@ def _largest(
         on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
         for i in at
     ]
-    of_all = strategy.extended.batch_gather(rows, 0)
+    of_all = strategy.extended.gather_rows(rows)
     largest = (
         on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
     )
@@ -164,14 +165,13 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
 def _finite_on_all(grads: list[Any]) -> list[Any]:
     """Returns gradients, one of them NaN if another replica has one that is not finite."""
     # A LossScaleOptimizer looks for such gradients on each replica, before they are summed.
-    at = next((i for i, g in enumerate(grads) if isinstance(g, tf.Tensor)), None)
-    if at is None:
-        at = next(i for i, g in enumerate(grads) if g is not None)
-        grads[at] = tf.convert_to_tensor(grads[at])
+    present = [i for i, grad in enumerate(grads) if grad is not None]
+    if not present:
+        return grads  # Keras raises the error.
+    at = min(present, key=lambda i: isinstance(grads[i], tf.IndexedSlices))
+    grads[at] = tf.convert_to_tensor(grads[at])
     finite = [
-        tf.reduce_all(tf.math.is_finite(getattr(grad, "values", grad)))
-        for grad in grads
-        if grad is not None
+        tf.reduce_all(tf.math.is_finite(getattr(grads[i], "values", grads[i]))) for i in present
     ]
     failures = step.summed(tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
     nan = tf.constant(float("nan"), grads[at].dtype)
@@ -179,6 +179,7 @@ def _finite_on_all(grads: list[Any]) -> list[Any]:
     return grads
 
 
+@tf.autograph.experimental.do_not_convert
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
@@ -241,8 +242,6 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
         if not keras_internals.is_overwritten(variable):
             grad = accumulator.value + tf.convert_to_tensor(grad)
-        sums.append(grad)
-    for accumulator, variable in zip(accumulators, variables, strict=True):
-        if not keras_internals.is_overwritten(variable):
             accumulator.assign(tf.zeros_like(accumulator.value))
+        sums.append(grad)
     return sums
