@@ -40,7 +40,6 @@ WRAPPERS = tuple(
 NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
-    (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
     (BaseOptimizer, "build", ("self", "variables")),
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),

@@ -160,6 +160,23 @@ class UsersOptimizersTest(TrainingTestCase):
             model = fitted(2, make, shard_optimizer_state=sharded)
             self.assert_same_training(expected, model)
 
+    def test_an_own_apply_in_an_own_loop(self):
+        class Squared(ko.SGD):
+            def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
+                return super().apply([grad * grad for grad in grads], trainable_variables)
+
+        strategy = strategy_of(2)
+        with strategy.scope():
+            weight, optimizer = keras.Variable([1.0, 2.0]), Squared(0.1)
+
+        def on_replica() -> None:
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            optimizer.apply([tf.constant([[1.0, -1.0], [2.0, 4.0]])[replica]], [weight])
+
+        strategy.run(on_replica)
+        tf.function(strategy.run)(on_replica)
+        self.assertAllClose([1.0 - 2 * 0.1 * 9, 2.0 - 2 * 0.1 * 9], weight)
+
     def test_the_optimizer_of_a_model_is_the_users_own(self):
         with strategy_of(2).scope():
             own = ko.SGD(0.1)

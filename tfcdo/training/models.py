@@ -39,7 +39,6 @@ def install() -> None:
     for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
         extend(optimizer_class, "apply", _apply)
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
-    extend(keras_internals.BaseOptimizer, "apply_gradients", _apply_gradients)
     extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
     optimizer = keras_internals.TFOptimizer
     extend(optimizer, "_all_reduce_sum_gradients", _already_summed)
@@ -76,18 +75,6 @@ def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any =
     return diloco.apply(optimizer, functools.partial(own, optimizer), grads, trainable_variables)
 
 
-def _apply_gradients(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
-    if type(optimizer).apply is keras.optimizers.Optimizer.apply or step.current() is None:
-        return own(optimizer, grads_and_vars)  # `apply` comes next.
-
-    # An optimizer's own `apply` may change gradients before Keras's is called.
-    def call(optimizer: Any, grads: Any, variables: Any) -> Any:
-        return own(optimizer, list(zip(grads, variables, strict=True)))
-
-    pairs = list(grads_and_vars)
-    return _apply(call, optimizer, [grad for grad, _ in pairs], [one for _, one in pairs])
-
-
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the count of steps, and the learning rate, variables that each replica updates."""
     # Keras has the first replica's number sent to the others, where replicas meet.
@@ -100,6 +87,10 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
         return make(**options)
 
     ours = step.is_ours(tf.distribute.get_strategy())
+    if ours:
+        # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
+        users = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
+        keras_internals.extend(users, "apply", _apply)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
