@@ -173,7 +173,7 @@ class JitTest(TrainingTestCase):
             model.compile("sgd", "mse", jit_compile="auto")
             self.assertFalse(model.jit_compile)
 
-    # The optimizer of the step updates, which only an own loop calls by `apply`.
+    # The optimizer of the step updates.
     @parameterized.parameters("named", "left out", "another")
     def test_own_loop(self, named):
         strategy = strategy_of(2)
@@ -193,7 +193,7 @@ class JitTest(TrainingTestCase):
         train = tf.function(lambda: strategy.run(compiled, (tf.constant([1.0, 2.0]),)))
         losses = strategy.experimental_local_results(train())
         self.assertAllEqual([6.0, 6.0], losses)
-        self.assertAllClose([2.0 - 0.25 * 2 * 3.0], weight)
+        self.assertAllClose([2.0 - 0.25 * 3.0], weight)
         self.assertIn("the update run outside", str(self.infos.call_args_list))
 
     @parameterized.parameters(
