@@ -221,11 +221,11 @@ class ReplicaExtended:
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
         *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
-        here = slice(first, first + len(devices))
-        have = numerics.on_each(devices, lambda count: count > 0, rows[here])
+        places = range(first, first + len(devices))
+        have = numerics.on_each(devices, lambda at: rows[at] > 0, places)
         return [
-            ReplicaStep(index, replicas, *own, total, has, is_even)
-            for index, (*own, has) in enumerate(zip(rows[here], befores[here], have, strict=True))
+            ReplicaStep(index, replicas, rows[at], befores[at], total, has, is_even)
+            for index, (at, has) in enumerate(zip(places, have, strict=True))
         ]
 
     def _first_replica(self) -> int:
