@@ -316,8 +316,11 @@ def parse(content: bytes) -> Measured:
     """Reads the content of such a file."""
     try:
         read = msgspec.json.decode(content)
-        if not isinstance(read, dict) or "date" not in read:
-            return Measured(Topology.from_json(content.decode()), "")
+    except msgspec.DecodeError:
+        read = None  # `from_json` says what is wrong.
+    if not isinstance(read, dict) or "date" not in read:
+        return Measured(Topology.from_json(content.decode()), "")
+    try:
         document = msgspec.convert(upgraded(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
