@@ -15,7 +15,6 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.execute import numerics
 from tfcdo.training import step
 
 _AUTO = (None, tf.VariableSynchronization.AUTO)
@@ -94,12 +93,12 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
     have = [tf.cast(here.has_rows, tf.bool) for here in steps]
 
     def take() -> None:
-        devices = [component.device for component in statistics[0].values]
-        own = _joined(devices, statistics)
         weights = [tf.cast(one, tf.float64) for one in have]
-        mean = tf.add_n([one * weight for one, weight in zip(own, weights, strict=True)])
-        mean = mean / tf.add_n(weights)
-        _assign_joined(devices, statistics, [tf.where(h, one, mean) for h, one in zip(have, own)])
+        for variable in statistics:
+            own = [component.read_value() for component in variable.values]
+            parts = [tf.cast(one, tf.float64) * w for one, w in zip(own, weights, strict=True)]
+            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
+            step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
 
     some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
     tf.cond(some_empty, take, lambda: None)
@@ -108,47 +107,22 @@ def adopt(steps: Sequence[step.ReplicaStep]) -> None:
 def synchronize(model: keras.Model) -> None:
     """Gives all replicas, on all hosts, the mean of a model's moving statistics."""
     strategy = model.distribute_strategy
-    variables = [one.value for one in model.non_trainable_variables if is_averaged(one.value)]
+    variables = [one for one in model.non_trainable_variables if is_averaged(one.value)]
     if not variables or strategy.num_replicas_in_sync == 1:
         return
+
+    def flattened(*own: tf.Variable) -> tf.Tensor:
+        wide = (tf.cast(component.read_value(), tf.float64) for component in own)
+        return tf.concat([tf.reshape(one, [-1]) for one in wide], 0)
+
     devices = strategy.extended.worker_devices
-    of_replicas = tf_internals.per_replica(_joined(devices, variables))
+    # As one value: it is sent once, and exactly.
+    of_replicas = step.on_each(devices, flattened, *(one.value.values for one in variables))
     with strategy.scope():
         means = strategy.reduce("MEAN", of_replicas, axis=None)
-    _assign_joined(devices, variables, [means] * len(devices))
-
-
-# As one value, statistics are sent once, and a step has a few ops for all of them. 64 bits: exact.
-
-
-def _joined(devices: Sequence[str], variables: Sequence[OwnVariable]) -> list[tf.Tensor]:
-    """Returns the values of all variables as one vector, for each replica."""
-    dtype = _common_dtype(variables)
-
-    def join(*own: tf.Variable) -> tf.Tensor:
-        flat = [tf.reshape(tf.cast(one.read_value(), dtype), [-1]) for one in own]
-        return tf.cast(tf.concat(flat, 0), tf.float64)
-
-    return numerics.on_each(devices, join, *(variable.values for variable in variables))
-
-
-def _assign_joined(
-    devices: Sequence[str], variables: Sequence[OwnVariable], joined: Sequence[tf.Tensor]
-) -> None:
-    """Gives all variables their values from one vector, for each replica."""
-    sizes = [variable.shape.num_elements() for variable in variables]
-    dtype = _common_dtype(variables)
-
-    def assign(vector: tf.Tensor, *own: tf.Variable) -> None:
-        for one, value in zip(own, tf.split(tf.cast(vector, dtype), sizes), strict=True):
-            one.assign(tf.cast(tf.reshape(value, one.shape), one.dtype))
-
-    numerics.on_each(devices, assign, joined, *(variable.values for variable in variables))
-
-
-def _common_dtype(variables: Sequence[OwnVariable]) -> tf.DType:
-    dtypes = {variable.dtype for variable in variables}
-    return dtypes.pop() if len(dtypes) == 1 else tf.float64
+    sizes = [variable.value.shape.num_elements() for variable in variables]
+    for variable, mean in zip(variables, tf.split(means, sizes), strict=True):
+        step.assign(variable, [tf.reshape(mean, variable.shape)] * len(devices))
 
 
 def build_layer(own: Callable[..., None], layer: Any, *args: Any, **kwargs: Any) -> None:

@@ -70,26 +70,6 @@ class ReplicaStep:
             return values
         return tf.nest.map_structure(self._kept, values)
 
-    def keep_gradients(self, grads: Sequence[Any]) -> list[Any]:
-        """Returns gradients, or zeros on a replica without examples, whose own may be NaN."""
-        at = [i for i, grad in enumerate(grads) if tf.is_tensor(grad)]
-        if not self.can_be_empty or not at:
-            return list(grads)
-        own = [tf.convert_to_tensor(getattr(grads[i], "values", grads[i])) for i in at]
-
-        def zeros() -> list[tf.Tensor]:
-            return [tf.raw_ops.ZerosLike(x=one) for one in own]
-
-        # One branch for all of them: a `tf.where` would copy each.
-        known = isinstance(self.rows, int)
-        kept = tf.nest.flatten(zeros() if known else tf.cond(self.has_rows, lambda: own, zeros))
-        results = list(grads)
-        for i, one in zip(at, kept, strict=True):
-            grad = grads[i]
-            is_sparse = isinstance(grad, tf.IndexedSlices)
-            results[i] = tf.IndexedSlices(one, grad.indices, grad.dense_shape) if is_sparse else one
-        return results
-
     @property
     def present_rows(self) -> Any:
         """Returns the number of rows of this replica's tensors, which may be a stand-in's."""
@@ -118,9 +98,12 @@ class ReplicaStep:
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
 
     def _kept(self, value: Any) -> Any:
+        if isinstance(value, tf.IndexedSlices):
+            return tf.IndexedSlices(self._kept(value.values), value.indices, value.dense_shape)
         if not tf.is_tensor(value):
             return value
-        return tf.where(self.has_rows, value, tf.zeros([], value.dtype))
+        # In the value's own memory, where a `tf.where` would copy it.
+        return tf.math.multiply_no_nan(value, tf.cast(self.has_rows, value.dtype))
 
 
 class _Now(threading.local):

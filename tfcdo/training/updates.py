@@ -37,7 +37,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
-    grads = here.keep_gradients(grads)
+    grads = here.keep(grads)
     if here.replicas == 1:
         with step.changed(alone=True):
             return own(grads, variables)
