@@ -15,6 +15,7 @@ from unittest import mock
 
 import faults
 import nightly
+import psutil
 import warm_python
 from absl.testing import absltest, parameterized
 
@@ -158,6 +159,8 @@ class CasesTest(absltest.TestCase):
         )
         self.addCleanup(left.wait)
         self.addCleanup(os.killpg, left.pid, signal.SIGKILL)
+        # A new process is Python for a moment still.
+        faults._wait_until(lambda: str(folder) in psutil.Process(left.pid).cmdline(), "sh")
         (folder / "pid-0-1").write_text(str(left.pid))
         (folder / "pid-0-2").write_text(str(os.getpid()))  # A number that was given again.
         self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
