@@ -95,7 +95,9 @@ def outcome(program: Program, kind: str) -> Any:
             return json.loads(line.removeprefix("RESULT "))
     lines = done.stderr.splitlines()
     errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
-    return " ".join(lines[errors[-1] :][:8]) if errors else "no result"
+    text = " ".join(lines[errors[-1] :][:8]) if errors else "no result"
+    # Without the error's module and the stack of the run.
+    return re.sub(r"^[\w.]*\.(?=\w+:)", "", text).partition(" defined at (most recent")[0]
 
 
 def largest_difference(found: Any, expected: Any) -> float:
