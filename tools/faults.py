@@ -35,6 +35,8 @@ import psutil
 import warm_python
 from fault_training import EPOCHS, SEED, STEPS
 
+from tfcdo import version
+
 # The faults of twenty cases, with the number of each; every twenty are shuffled by themselves.
 KINDS = {
     "kill worker": (5, "a worker is killed (SIGKILL)"),
@@ -382,7 +384,8 @@ def document(results: Sequence[tuple[Case, Outcome]], seed: int, note: str) -> s
     text = f"""\
 # Faults: hosts that are killed, stopped, cut off or taken away
 
-`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings on one machine, whose
+`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings of
+tfcdo {version.__version__} on one machine, whose
 processes are the hosts. Kinds, moments and hosts are drawn (seed {seed}). Each training has
 {_TOTAL_STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients are reduced
 in many packs. `tfcdo launch` starts all hosts again after a fault, which takes most of the seconds.

@@ -20,14 +20,17 @@ from typing import Any
 
 import pages
 
+from tfcdo import version as ours
+
 NUM_DEVICES = 3
 _SECONDS = 600
 _PAGE = """\
 # Other libraries
 
-Made by `make third-party` on TensorFlow {version}: each program trains on one device and on 3
-virtual CPU devices under `tf.distribute.MirroredStrategy` and `tfcdo.MirroredStrategy`. The table
-has the largest difference of the results to one device. ✓: at most 3e-5. The programs are in
+Made by `make third-party` on TensorFlow {version} and tfcdo {ours}: each program trains on one
+device and on 3 virtual CPU devices under `tf.distribute.MirroredStrategy` and
+`tfcdo.MirroredStrategy`. The table has the largest difference of the results to one device.
+✓: at most 3e-5. The programs are in
 [`tools/third_party_programs.py`](../tools/third_party_programs.py), each about 20 lines.
 
 {table}
@@ -139,7 +142,8 @@ def main(path: pathlib.Path, names: list[str]) -> None:
         print(*rows[-1], flush=True)
     table = "\n".join(pages.table("library | program | TensorFlow | tfcdo", rows))
     version = importlib.metadata.version("tensorflow")
-    path.write_text(_PAGE.format(version=version, table=table), encoding="utf-8")
+    text = _PAGE.format(version=version, ours=ours.__version__, table=table)
+    path.write_text(text, encoding="utf-8")
 
 
 if __name__ == "__main__":
