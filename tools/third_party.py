@@ -13,21 +13,18 @@ import importlib.metadata
 import json
 import os
 import pathlib
-import re
 import subprocess
 import sys
 from typing import Any
 
 import pages
 
-from tfcdo import version as ours
-
 NUM_DEVICES = 3
 _SECONDS = 600
 _PAGE = """\
 # Other libraries
 
-Made by `make third-party` on TensorFlow {version} and tfcdo {ours}: each program trains on one
+Made by `make third-party` on TensorFlow {tensorflow} and tfcdo {tfcdo}: each program trains on one
 device and on 3 virtual CPU devices under `tf.distribute.MirroredStrategy` and
 `tfcdo.MirroredStrategy`. The table has the largest difference of the results to one device.
 ✓: at most 3e-5. The programs are in
@@ -66,7 +63,7 @@ PROGRAMS = (
 
 
 def run(name: str, kind: str) -> None:
-    """Runs one program in this process and prints its numbers."""
+    """Runs one program in this process and prints its numbers, or its error."""
     import tensorflow as tf
     import third_party_programs
 
@@ -75,12 +72,17 @@ def run(name: str, kind: str) -> None:
     devices = tfcdo.configure_virtual_cpus(NUM_DEVICES)
     library = tfcdo if kind == "tfcdo" else tf.distribute
     strategy = library.MirroredStrategy(devices[:1] if kind == "one" else devices)
-    values = getattr(third_party_programs, name)(strategy)
-    print("RESULT", json.dumps([value.tolist() for value in values]))
+    found: Any
+    try:
+        values = getattr(third_party_programs, name)(strategy)
+        found = [value.tolist() for value in values]
+    except Exception as error:
+        found = pages.error_text(error)
+    print("RESULT", json.dumps(found))
 
 
 def outcome(program: Program, kind: str) -> Any:
-    """Runs one program in a process of its own; returns its numbers, or its error's last line."""
+    """Runs one program in a process of its own; returns its numbers, or its error."""
     environment = {
         **os.environ,
         "TF_CPP_MIN_LOG_LEVEL": "3",
@@ -96,11 +98,7 @@ def outcome(program: Program, kind: str) -> Any:
     for line in done.stdout.splitlines():
         if line.startswith("RESULT "):
             return json.loads(line.removeprefix("RESULT "))
-    lines = done.stderr.splitlines()
-    errors = [number for number, line in enumerate(lines) if re.match(r"[\w.]*Error\b", line)]
-    text = " ".join(lines[errors[-1] :][:8]) if errors else "no result"
-    # Without the error's module and the stack of the run.
-    return re.sub(r"^[\w.]*\.(?=\w+:)", "", text).partition(" defined at (most recent")[0]
+    return "no result"
 
 
 def largest_difference(found: Any, expected: Any) -> float:
@@ -141,8 +139,8 @@ def main(path: pathlib.Path, names: list[str]) -> None:
         rows.append(row(program))
         print(*rows[-1], flush=True)
     table = "\n".join(pages.table("library | program | TensorFlow | tfcdo", rows))
-    version = importlib.metadata.version("tensorflow")
-    text = _PAGE.format(version=version, ours=ours.__version__, table=table)
+    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "tfcdo")}
+    text = _PAGE.format(**versions, table=table)
     path.write_text(text, encoding="utf-8")
 
 

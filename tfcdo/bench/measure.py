@@ -19,6 +19,7 @@ from tfcdo import tf_internals
 from tfcdo.bench import results, workloads
 from tfcdo.bench.devices import ChosenDevices
 from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
+from tfcdo.exchange import dtypes
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan.decide import Options
 
@@ -66,9 +67,9 @@ class Implementation:
         return OURS if self.name.startswith(f"{OURS}.") else TENSORFLOW
 
     def wire(self, dtype: str) -> str | None:
-        """Returns the 16-bit dtype in which values of a dtype are sent; None for their own."""
+        """Returns the dtype in which values of a dtype are cast to be sent; None for their own."""
         wire = self._options.wire if self._options else None
-        return wire.dtype if wire and dtype in ("float32", "float64") else None
+        return wire.dtype if wire and dtype in dtypes.CAST else None
 
     @property
     def _options(self) -> Options | None:
@@ -138,7 +139,7 @@ class Data:
         self.workload, self.devices = workload, devices
         groups: dict[Any, list[int]] = {}
         for index, shape in enumerate(workload.shapes):
-            size = math.prod(shape) * workloads.bytes_of(workload.dtype)
+            size = math.prod(shape) * dtypes.itemsize(workload.dtype)
             groups.setdefault(shape if size <= _MAX_COALESCED_BYTES else index, []).append(index)
         # For each variable, the indices of the values that share it on each device.
         self.coalesced = list(groups.values())
@@ -260,6 +261,7 @@ def run(
     named = {one.name: one for one in compared}
     found = []
     for name, one in (*named.items(), (BASELINE, None)):
+        wire = one.wire(workload.dtype) if one else None
         found.append(
             results.Measurement(
                 name,
@@ -272,7 +274,7 @@ def run(
                 dtype=workload.dtype,
                 wrong=built[name].num_wrong,
                 first_call=built[name].first_call,
-                sent_size=2 * workload.count if one and one.wire(workload.dtype) else None,
+                sent_size=workload.count * dtypes.itemsize(wire) if wire else None,
             )
         )
     return found

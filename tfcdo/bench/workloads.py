@@ -6,14 +6,15 @@ import dataclasses
 import json
 import math
 import pkgutil
-import re
 from collections.abc import Iterator
 
 import numpy as np
 
+from tfcdo.exchange import dtypes
+
 Shape = tuple[int, ...]
 
-# The dtypes by the names that nccl-tests has for them. Each ends in its number of bits.
+# The dtypes by the names that nccl-tests has for them.
 DTYPES = {
     "float": "float32",
     "double": "float64",
@@ -53,7 +54,7 @@ class Workload:
     @property
     def size(self) -> int:
         """Returns the number of bytes that one device holds."""
-        return self.count * bytes_of(self.dtype)
+        return self.count * dtypes.itemsize(self.dtype)
 
 
 def gradients_of(model: str, dtype: str = "float32") -> Workload:
@@ -73,14 +74,8 @@ def sizes(begin: int, end: int, factor: int) -> Iterator[int]:
 
 def one_value(size: int, dtype: str = "float32") -> Workload:
     """Returns one flat value of about `size` bytes: whole elements, at least one."""
-    count = max(1, size // bytes_of(dtype))
+    count = max(1, size // dtypes.itemsize(dtype))
     return Workload("sweep", ((count,),), dtype)
-
-
-def bytes_of(dtype: str) -> int:
-    """Returns the number of bytes of an element."""
-    (bits,) = re.findall(r"\d+$", dtype)
-    return int(bits) // 8
 
 
 def draw_values(workload: Workload, seed: int) -> list[np.ndarray]:

@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.execute import numerics, request
+from tfcdo.execute import request
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.training import parts, statistics, step
@@ -221,11 +221,9 @@ class ReplicaExtended:
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
         *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
-        places = range(first, first + len(devices))
-        have = numerics.on_each(devices, lambda at: rows[at] > 0, places)
         return [
-            ReplicaStep(index, replicas, rows[at], befores[at], total, has, is_even)
-            for index, (at, has) in enumerate(zip(places, have, strict=True))
+            ReplicaStep(index, replicas, rows[at], befores[at], total, is_even)
+            for index, at in enumerate(range(first, first + len(devices)))
         ]
 
     def _first_replica(self) -> int:

@@ -34,7 +34,6 @@ class ReplicaStep:
     rows: Any = None  # The number of this replica's examples.
     before: Any = None  # The number of examples on the replicas before it.
     total: Any = None  # The number of examples on all replicas.
-    has_rows: Any = True  # Whether this replica has examples: a bool or a 0-D tensor.
     is_even: bool = False  # All replicas are known to have equally many examples, at least one.
     # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -53,6 +52,11 @@ class ReplicaStep:
         return self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0)
 
     @property
+    def has_rows(self) -> Any:
+        """Returns whether this replica has examples: a bool or a 0-D tensor."""
+        return self.rows > 0
+
+    @property
     def known_rows(self) -> int | None:
         """Returns the number of this replica's examples; None if it is not known yet."""
         known = self.rows if isinstance(self.rows, int) else tf.get_static_value(self.rows)
@@ -68,7 +72,17 @@ class ReplicaStep:
         """Returns values, or zeros on a replica without examples, whose own may be NaN."""
         if not self.can_be_empty:
             return values
-        return tf.nest.map_structure(self._kept, values)
+        has_rows = self.has_rows  # One op for all of the values.
+
+        def kept(value: Any) -> Any:
+            if isinstance(value, tf.IndexedSlices):
+                return tf.IndexedSlices(kept(value.values), value.indices, value.dense_shape)
+            if not tf.is_tensor(value):
+                return value
+            # In the value's own memory, where a `tf.where` would copy it.
+            return tf.math.multiply_no_nan(value, tf.cast(has_rows, value.dtype))
+
+        return tf.nest.map_structure(kept, values)
 
     @property
     def present_rows(self) -> Any:
@@ -96,14 +110,6 @@ class ReplicaStep:
         if value.shape[0] is not None:
             return value
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
-
-    def _kept(self, value: Any) -> Any:
-        if isinstance(value, tf.IndexedSlices):
-            return tf.IndexedSlices(self._kept(value.values), value.indices, value.dense_shape)
-        if not tf.is_tensor(value):
-            return value
-        # In the value's own memory, where a `tf.where` would copy it.
-        return tf.math.multiply_no_nan(value, tf.cast(self.has_rows, value.dtype))
 
 
 class _Now(threading.local):
