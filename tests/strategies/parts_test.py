@@ -25,12 +25,8 @@ def _with_policy(dataset, policy):
     return dataset.with_options(options)
 
 
-def _of_its_own():
-    return _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)
-
-
-def _lines(name):
-    return tf.data.TextLineDataset(name).map(tf.strings.length)
+def _lines(names):
+    return tf.data.TextLineDataset(names).map(tf.strings.length)
 
 
 class _Pair(typing.NamedTuple):
@@ -49,23 +45,17 @@ _STRUCTURES = (
 )
 
 
-def _flat(element):
-    return [
-        one.numpy() for one in tf.nest.flatten(element, expand_composites=True) if one is not None
-    ]
+def _lists(dataset):
+    return [part.numpy().tolist() for part in dataset]
+
+
+def _dense(value):
+    if isinstance(value, tf.SparseTensor):
+        return tf.sparse.to_dense(value)
+    return value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
 
 
 class CutTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((12, 5), (13, 5), (5, 5), (3, 5), (1, 2), (0, 3), (7, 3), (10, 1))
-    def test_parts_differ_by_one_example_at_most(self, rows, replicas):
-        indices = list(range(rows))
-        found = [parts.place(rows, index, replicas) for index in range(replicas)]
-        own = [indices[begin : begin + count] for begin, count in found]
-        self.assertEqual([list(part) for part in np.array_split(indices, replicas)], own)
-        for index, place in enumerate(found):
-            traced = parts.place(tf.constant(rows), tf.constant(index), replicas)
-            self.assertEqual(place, tuple(map(int, traced)))
-
     # On three replicas; each batch is checked against numpy's rows.
     @parameterized.named_parameters(*_STRUCTURES)
     def test_structures(self, make):
@@ -126,76 +116,29 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([[3, 3, 2, 2, 2], [1] * 5], rows)
 
 
-class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
-    """Keras's methods for one batch, which have each replica take all of it."""
-
-    @parameterized.parameters((3, (5, 1), "run_eagerly"), (2, (1,), "jit_compile"))
-    def test_as_on_one_device(self, replicas, rows, option):
-        strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
-        # XLA draws other numbers.
-        rate = 0.0 if option == "jit_compile" else 0.4
-        expected = _on_batches(tf.distribute.get_strategy(), rows, rate, "run_eagerly")
-        for one, other in zip(expected, _on_batches(strategy, rows, rate, option), strict=True):
-            self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
-
-    def test_metrics_have_the_types_of_one_device(self):
-        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
-            model = keras.Sequential([keras.Input([2]), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", run_eagerly=True)
-        values = np.ones([3, 2]), np.ones([3, 1])
-        self.assertIsInstance(model.test_on_batch(*values), float)
-        logs = model.train_on_batch(*values, None, None, True)
-        self.assertEqual({"loss": float}, {name: type(value) for name, value in logs.items()})
-
-
-def _on_batches(strategy, sizes, rate, option):
-    """Trains on batches that do not divide, one of them of one example; returns all results."""
-    keras.utils.set_random_seed(1)
-    draw = np.random.default_rng(0)
-    with strategy.scope():
-        dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
-        model = keras.Sequential([keras.Input([5]), dropout, dense])
-        model.compile("sgd", "mse", metrics=["mae"], weighted_metrics=["mse"], **{option: True})
-    results = []
-    for rows in sizes:
-        batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
-        weights = draw.uniform(0.1, 2.0, rows)
-        results.append(model.train_on_batch(*batch, weights))
-        results.append(model.test_on_batch(*batch, weights))
-        results.append(model.predict_on_batch(batch[0]))
-    return [*results, *model.get_weights()]
-
-
-def _lists(dataset):
-    return [part.numpy().tolist() for part in dataset]
-
-
-def _dense(value):
-    if isinstance(value, tf.SparseTensor):
-        return tf.sparse.to_dense(value)
-    return value.to_tensor() if isinstance(value, tf.RaggedTensor) else value
-
-
 class PreparedTest(tf.test.TestCase, parameterized.TestCase):
+    # Whether hosts that make such a dataset may draw other orders, and are warned.
     @parameterized.named_parameters(
-        ("shuffle", lambda: _Dataset.range(4).shuffle(4).batch(2).prefetch(1)),
-        ("in_a_zip", lambda: _Dataset.zip(_Dataset.range(3), _Dataset.range(3).shuffle(3))),
-        ("sample", lambda: _Dataset.sample_from_datasets([_Dataset.range(3), _Dataset.range(3)])),
-        ("indices", lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
+        ("shuffle", True, lambda: _Dataset.range(4).shuffle(4).batch(2).prefetch(1)),
+        ("in_a_zip", True, lambda: _Dataset.zip(_Dataset.range(3), _Dataset.range(3).shuffle(3))),
+        ("sample", True, lambda: _Dataset.sample_from_datasets([_Dataset.range(3)] * 2)),
+        ("indices", True, lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
+        # Keras gives such a seed to datasets from directories, a number from numpy.
+        ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), [1]),
+        ("no_shuffle", False, lambda: _Dataset.range(4).batch(2), [1]),
+        ("seed", False, lambda: _Dataset.range(4).shuffle(4, seed=0)),
+        ("global_seed", False, lambda: _Dataset.range(4).shuffle(4), [], 3),
+        ("random_numbers", False, lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
+        ("policy_off", False, lambda: _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)),
+        ("files", False, lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
+        ("files_of_a_reader", False, lambda: _lines([__file__] * 2).shuffle(4)),
     )
-    def test_unseeded(self, make):
-        self.assertTrue(self.warned(make))
-
-    @parameterized.named_parameters(
-        ("no_shuffle", lambda: _Dataset.range(4).batch(2)),
-        ("seed", lambda: _Dataset.range(4).shuffle(4, seed=0).batch(2)),
-        ("random_numbers", lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
-        ("policy_off", _of_its_own),
-        ("files", lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
-        ("files_of_a_reader", lambda: tf.data.TextLineDataset([__file__] * 2).shuffle(4)),
-    )
-    def test_alike_on_all_hosts(self, make):
-        self.assertFalse(self.warned(make))
+    def test_orders_that_may_differ(self, expected, make, differing=(), global_seed=None):
+        tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
+        session = mock.Mock(**{"differing.return_value": list(differing)})
+        with mock.patch.object(log, "warn_once") as warn:
+            parts.prepared(make(), session)
+        self.assertEqual(expected, warn.called)
 
     @parameterized.named_parameters(*_STRUCTURES)
     def test_copies_of_arrays_have_the_same_structure(self, make):
@@ -208,27 +151,44 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIsNot(dataset, copies)
         self.assertEqual(dataset.element_spec, copies.element_spec)
         for one, copy in zip(dataset, copies, strict=True):
-            for own, expected in zip(_flat(copy), _flat(one), strict=True):
-                self.assertAllEqual(expected, own)
+            flat = (tf.nest.flatten(each, expand_composites=True) for each in (one, copy))
+            for expected, own in zip(*flat, strict=True):
+                if expected is not None:
+                    self.assertAllEqual(expected, own)
 
     def test_no_copies_of_tensors(self):
         dataset = _Dataset.range(2).map(lambda number: number + 1)
         self.assertIs(dataset, parts.prepared(dataset, None))
 
-    def test_global_seed(self):
-        self.assertFalse(self.warned(lambda: _Dataset.range(4).shuffle(4), global_seed=3))
 
-    # Keras gives such a seed to datasets from directories, a number from numpy.
-    def test_another_host_has_another_seed(self):
-        self.assertTrue(self.warned(lambda: _Dataset.range(4).shuffle(4, seed=5), differing=[1]))
-        self.assertFalse(self.warned(lambda: _Dataset.range(4), differing=[1]))
+class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
+    """Keras's methods for one batch; with Keras alone, each replica takes all of it."""
 
-    def warned(self, make, differing=(), global_seed=None):
-        tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
-        session = mock.Mock(**{"differing.return_value": list(differing)})
-        with mock.patch.object(log, "warn_once") as warn:
-            parts.prepared(make(), session)
-        return warn.called
+    # Batches that do not divide. XLA draws other numbers.
+    @parameterized.parameters((3, (5, 1), 0.4, "run_eagerly"), (2, (1,), 0.0, "jit_compile"))
+    def test_as_on_one_device(self, replicas, sizes, rate, option):
+        def results(strategy, option):
+            keras.utils.set_random_seed(1)
+            draw = np.random.default_rng(0)
+            with strategy.scope():
+                dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
+                model = keras.Sequential([keras.Input([5]), dropout, dense])
+                metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+                model.compile("sgd", "mse", **metrics, **{option: True})
+            for rows in sizes:
+                batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
+                weights = draw.uniform(0.1, 2.0, rows)
+                yield model.train_on_batch(*batch, weights, None, True)
+                yield model.test_on_batch(*batch, weights)
+                yield model.predict_on_batch(batch[0])
+            yield model.get_weights()
+
+        strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
+        expected = results(tf.distribute.get_strategy(), "run_eagerly")
+        for one, other in zip(expected, results(strategy, option), strict=True):
+            self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
+            types = (tf.nest.map_structure(type, each) for each in (one, other))
+            self.assertEqual(*types)
 
 
 if __name__ == "__main__":
