@@ -70,7 +70,6 @@ def trained_eagerly(
     steps: int = 4,
     layers: Layers = dense_layers,
     data: Callable[[], Data] = dense_data,
-    scale_of: Callable[[int], float] = lambda step: 1.0,
     strategy: Any = None,
     **options: Any,
 ) -> keras.Model:
@@ -79,7 +78,7 @@ def trained_eagerly(
     with strategy.scope():
         model = model_of(layers, make())
         model.optimizer.build(model.trainable_variables)
-    train_eagerly(model, strategy, range(steps), data, scale_of)
+    train_eagerly(model, strategy, range(steps), data)
     return model
 
 
@@ -88,15 +87,14 @@ def train_eagerly(
     strategy: tf.distribute.Strategy,
     steps: range,
     data: Callable[[], Data] = dense_data,
-    scale_of: Callable[[int], float] = lambda step: 1.0,
 ) -> None:
     """Makes some steps of a training; each step has its own order of the examples."""
     count = strategy.num_replicas_in_sync
     inputs, targets = data()
 
-    def step(x: tf.Tensor, y: tf.Tensor, scale: float) -> None:
+    def step(x: tf.Tensor, y: tf.Tensor) -> None:
         with tf.GradientTape() as tape:
-            loss = tf.reduce_sum((model(x, training=True) - y) ** 2) * scale / targets.size
+            loss = tf.reduce_sum((model(x, training=True) - y) ** 2) / targets.size
             loss = model.optimizer.scale_loss(loss + sum(model.losses) / count)
         gradients = tape.gradient(loss, [v.value for v in model.trainable_variables])
         model.optimizer.apply(gradients, model.trainable_variables)
@@ -111,7 +109,7 @@ def train_eagerly(
         for index in steps:
             order = np.random.default_rng(index).permutation(len(inputs))
             parts = (part(inputs[order]), part(targets[order])) if count > 1 else (inputs, targets)
-            strategy.run(step, (*parts, scale_of(index)))
+            strategy.run(step, parts)
 
 
 def fitted(
