@@ -13,28 +13,23 @@ from keras_training import Layers, TrainingTestCase, dense_data, dense_layers, m
 
 def trained(
     count: int,
-    examples: int,
     loss: Any,
-    run_eagerly: bool = False,
-    weighted: bool = True,
     layers: Layers = dense_layers,
+    examples: int = 17,
+    run_eagerly: bool = False,
+    **options: Any,
 ) -> tuple[keras.Model, list[float]]:
     with strategy_of(count, shard_optimizer_state=run_eagerly).scope():
         model = model_of(layers, "sgd")
         optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
         model.compile(optimizer, loss, run_eagerly=run_eagerly)
-    data = dense_data(examples)
-    weights = np.linspace(0.5, 2, examples, dtype=np.float32) if weighted else None
-    options: dict[str, Any] = {"batch_size": 10, "sample_weight": weights, "verbose": 0}
-    history = model.fit(*data, shuffle=False, **options).history
-    return model, [*history["loss"], model.evaluate(*data, **options)]
+    options |= {"batch_size": 10, "verbose": 0}
+    history = model.fit(*dense_data(examples), shuffle=False, **options).history
+    return model, [*history["loss"], model.evaluate(*dense_data(examples), **options)]
 
 
 def trained_on_sentences(
-    count: int,
-    kind: str,
-    reduction: str = "mean_with_sample_weight",
-    run_eagerly: bool = False,
+    count: int, kind: str, reduction: str, run_eagerly: bool = False
 ) -> tuple[keras.Model, dict[str, list[float]]]:
     """Tags the words of sentences of unlike lengths, which end with zeros."""
     rng = np.random.default_rng(0)
@@ -47,43 +42,35 @@ def trained_on_sentences(
         inputs = keras.Input([6], dtype="int32")
         embedded = keras.layers.Embedding(9, 4, mask_zero=kind != "ignore_class")(inputs)
         outputs = {"tags": keras.layers.Dense(3, name="tags")(embedded)}
-        ignored = -1 if kind == "ignore_class" else None
-        losses = {
-            "tags": keras.losses.SparseCategoricalCrossentropy(
-                True, ignore_class=ignored, reduction=reduction
-            )
-        }
+        options = {"ignore_class": -1} if kind == "ignore_class" else {}
+        entropy = keras.losses.SparseCategoricalCrossentropy
+        losses = {"tags": entropy(True, reduction=reduction, **options)}
         if kind == "one_of_two":
             first = keras.layers.Embedding(9, 4)(inputs)[:, 0]
             outputs["first"] = keras.layers.Dense(1, name="first")(first)
             losses["first"] = keras.losses.MeanSquaredError(reduction=reduction)
             targets["first"] = rng.normal(size=[17, 1])
         model = keras.Model(inputs, outputs)
+        weights = dict.fromkeys(losses, 0.5)
+        # The metric is reported once for each batch.
         model.compile(
-            keras.optimizers.SGD(0.1),
-            losses,
-            # Reported once for each batch.
-            metrics={"tags": "accuracy"},
-            loss_weights=dict.fromkeys(losses, 0.5),
+            *(keras.optimizers.SGD(0.1), losses, weights, {"tags": "accuracy"}),
             run_eagerly=run_eagerly,
         )
     # The last batch has one sentence.
-    options: dict[str, Any] = {"batch_size": 8, "shuffle": False, "verbose": 0}
-    history = model.fit(words, targets, validation_data=(words, targets), **options).history
-    return model, history
+    model.fit(words, targets, 8, validation_data=(words, targets), shuffle=False, verbose=0)
+    return model, model.history.history
 
 
 class LossesTest(TrainingTestCase):
-    def assert_same(self, expected: Any, actual: Any, tolerance: float = 5e-6) -> None:
-        self.assert_same_training(expected[0], actual[0], tolerance)
-        self.assertAllClose(expected[1], actual[1], tolerance, tolerance)
+    def assert_same(self, expected: Any, actual: Any) -> None:
+        self.assert_same_training(expected[0], actual[0], 5e-6)
+        self.assertAllClose(expected[1], actual[1], 5e-6, 5e-6)
 
-    # A last batch of 7 examples, and only batches that leave replicas without any.
-    @parameterized.parameters((3, 17, "mean_with_sample_weight", False), (5, 4, "sum", True))
-    def test_uneven_batches(self, count, examples, reduction, run_eagerly):
-        loss = keras.losses.MeanSquaredError(reduction=reduction)
-        expected, actual = (trained(k, examples, loss, run_eagerly) for k in (1, count))
-        self.assert_same(expected, actual)
+    def test_batches_that_leave_replicas_without_examples(self):
+        loss = keras.losses.MeanSquaredError(reduction="sum")
+        options = {"examples": 4, "run_eagerly": True, "sample_weight": np.linspace(0.5, 2, 4)}
+        self.assert_same(trained(1, loss, **options), trained(5, loss, **options))
 
     # Keras takes the mean of the elements that a mask or `ignore_class` keeps: of 1 to 6 words.
     # It weights the losses of outputs by their examples eagerly, and by batches in graphs.
@@ -95,13 +82,9 @@ class LossesTest(TrainingTestCase):
     def test_elements_that_a_mask_keeps(self, *case):
         self.assert_same(trained_on_sentences(1, *case), trained_on_sentences(2, *case))
 
-    @parameterized.parameters("mae", lambda y, p: keras.ops.mean(keras.ops.square(y - p)))
-    def test_losses_that_are_functions(self, loss):
-        """One value for each example, or one for the batch."""
-        expected, actual = (trained(count, 17, loss, weighted=False) for count in (1, 2))
-        self.assert_same(expected, actual)
+    def test_losses_of_a_whole_batch(self):
+        """One number that a loss function returns, and one that a layer adds."""
 
-    def test_add_loss(self):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
@@ -110,8 +93,10 @@ class LossesTest(TrainingTestCase):
         def layers() -> list[Any]:
             return [*dense_layers(), Activity()]
 
-        expected, actual = (trained(count, 17, "mse", layers=layers) for count in (1, 2))
-        self.assert_same(expected, actual)
+        def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+            return keras.ops.mean(keras.ops.square(targets - outputs))
+
+        self.assert_same(trained(1, loss, layers), trained(2, loss, layers))
 
     def test_own_train_step(self):
         class Own(keras.Sequential):
@@ -124,15 +109,15 @@ class LossesTest(TrainingTestCase):
                 self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
                 return {"loss": self._loss_tracker.result()}
 
-        def fitted(count: int) -> tuple[keras.Model, Any]:
+        def fitted(count: int) -> keras.Model:
             keras.utils.set_random_seed(1)
             with strategy_of(count).scope():
                 model = Own(dense_layers())
                 model.compile(keras.optimizers.SGD(0.1), "mse")
             model.fit(*dense_data(17), 10, shuffle=False, verbose=0)
-            return model, 0
+            return model
 
-        self.assert_same(fitted(1), fitted(2))
+        self.assert_same_training(fitted(1), fitted(2))
 
     def test_nan_of_an_example_counts(self):
         with strategy_of(3).scope():
