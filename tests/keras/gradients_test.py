@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
 import keras
 import numpy as np
 import tensorflow as tf
+import testing_utils as tu
 from absl.testing import parameterized
 from keras import optimizers as ko
 from keras_training import TrainingTestCase, fitted, strategy_of
@@ -90,9 +92,7 @@ class UnlikeKindsTest(TrainingTestCase):
             variable = keras.Variable(np.zeros_like(_TABLE))
             optimizer = ko.SGD(1.0)
             optimizer.build([variable])
-        shared, expected = kinds[0](1), -total(kinds)
-        if shared is not None:
-            expected = -3 * tf.convert_to_tensor(shared)
+        shared = kinds[0](1)
 
         def on_replica() -> None:
             replica = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
@@ -100,8 +100,9 @@ class UnlikeKindsTest(TrainingTestCase):
             optimizer.apply([gradient], [variable])
 
         strategy.run(on_replica)
+        expected = total(kinds) if shared is None else 3 * tf.convert_to_tensor(shared)
         for component in variable.value.values:
-            self.assertAllClose(expected, component)
+            self.assertAllClose(-expected, component)
 
     def test_no_replica_has_one(self):
         strategy = strategy_of(2)
@@ -175,43 +176,31 @@ class Float8Test(TrainingTestCase):
 
 
 class ThreadsTest(TrainingTestCase):
-    def test_two_threads_trace_steps_of_one_optimizer(self):
-        strategy = strategy_of(2)
-        both_trace = threading.Barrier(2, timeout=30)
-        first_to_meet, other_is_here = threading.Semaphore(1), threading.Event()
+    def test_threads_trace_steps_of_one_optimizer(self):
+        first_to_meet = threading.Semaphore(1)
 
         class Slow(ko.SGD):
             def update_step(self, *arguments: Any) -> None:
-                # On the first replica of each, wait for the other thread, which may have to wait.
                 if first_to_meet.acquire(blocking=False):
-                    other_is_here.wait(0.5)
+                    time.sleep(0.5)  # Meanwhile other threads get here, or have to wait.
                 super().update_step(*arguments)
 
+        strategy = strategy_of(2)
         with strategy.scope():
             variable = keras.Variable([1.0, 2.0])
             optimizer = Slow(0.25, clipnorm=100.0)
             optimizer.build([variable])
-        errors: list[BaseException] = []
 
-        def train(factor: float) -> None:
+        def train(thread: int) -> None:
             @tf.function(autograph=False)
             def step() -> None:
-                strategy.run(lambda: optimizer.apply([tf.fill([2], factor)], [variable]))
+                strategy.run(lambda: optimizer.apply([tf.fill([2], thread + 1.0)], [variable]))
 
-            try:
-                both_trace.wait()
-                step()
-            except BaseException as error:
-                errors.append(error)
-                other_is_here.set()
+            step()
 
-        threads = [threading.Thread(target=train, args=(factor,)) for factor in (1.0, 3.0)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-        self.assertEmpty(errors)
-        self.assertAllClose([1.0 - 0.25 * 2 * 4, 2.0 - 0.25 * 2 * 4], variable)
+        tu.call_in_six_threads(train)
+        change = 0.25 * 2 * sum(range(1, 7))
+        self.assertAllClose([1.0 - change, 2.0 - change], variable)
 
 
 if __name__ == "__main__":
