@@ -1,4 +1,4 @@
-"""Options of Keras's optimizers on several replicas: each trains as on one device.
+"""Optimizers on several replicas train as on one device: options, gradients of all kinds, threads.
 
 The oracle is Keras's own optimizer on one device. A whole and a sharded state have the same bits.
 `programs_test.py` has every optimizer, and the options one by one.
@@ -9,11 +9,14 @@ from __future__ import annotations
 import copy
 import functools
 import pathlib
+import threading
+import time
 import warnings
 from typing import Any
 from unittest import mock
 
 import keras
+import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
@@ -36,7 +39,7 @@ from keras_training import (
 
 import tfcdo
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import step, updates
+from tfcdo.training import updates
 
 OPTIONS: dict[str, Make] = {
     "clipping": lambda: ko.SGD(0.3, momentum=0.5, global_clipnorm=0.05, loss_scale_factor=8.0),
@@ -149,25 +152,17 @@ class OwnLoopTest(TrainingTestCase):
         # Both gradients in one batch, at each update.
         self.assertEqual(counts, [[], [], [2], [], [], [2]])
 
-    @parameterized.parameters((False, False, True), (True, True, False))
-    def test_traced_before_anything_is_built(self, sharded, keras_variables, pairs):
+    @parameterized.parameters((tf.Variable, False), (keras.Variable, True))
+    def test_traced_before_anything_is_built(self, make, sharded):
         strategy = strategy_of(2, shard_optimizer_state=sharded)
-        make = keras.Variable if keras_variables else tf.Variable
         with strategy.scope():
             variables = [make([1.0, 2.0]), make([[3.0]])]
             optimizer = ko.Adam(0.1, global_clipnorm=1.0)
 
-        @tf.function
-        def step(x: tf.Tensor) -> None:
-            def on_replica() -> None:
-                gradients = [x * tf.convert_to_tensor(one) for one in variables]
-                if pairs:
-                    optimizer.apply_gradients(zip(gradients, variables, strict=True))
-                else:
-                    optimizer.apply(gradients, variables)
+        def on_replica(x: tf.Tensor) -> None:
+            optimizer.apply([x * tf.convert_to_tensor(one) for one in variables], variables)
 
-            strategy.run(on_replica)
-
+        step = tf.function(lambda x: strategy.run(on_replica, (x,)))
         alone = ko.Adam(0.1, global_clipnorm=1.0)
         expected = [keras.Variable(one.numpy()) for one in variables]
         for x in (1.0, -3.0):
@@ -189,8 +184,11 @@ class OwnLoopTest(TrainingTestCase):
 
         with strategy_of(2).scope() as strategy:
             variable, optimizer = keras.Variable([3.0]), FromFirst(1.0)
-        apply = functools.partial(strategy.run, lambda: optimizer.apply([tf.ones([1])], [variable]))
-        step = tf.function(apply)
+
+        def on_replica() -> None:
+            optimizer.apply([tf.ones([1])], [variable])
+
+        step = tf.function(lambda: strategy.run(on_replica))
         step()
         step()
         self.assertAllEqual([3.0 - 2 * 2], variable)
@@ -230,24 +228,20 @@ class OwnLoopTest(TrainingTestCase):
         for shape in shapes:
             self.assertTrue(shape.is_fully_defined(), shapes)
 
-    @parameterized.parameters(1, 2)
-    def test_gradients_with_known_sizes_stay_on_their_devices(self, count):
+    def test_a_gradient_with_a_known_size_stays_on_its_device(self):
         # With one device a host, such a gradient was taken for one of another device, and sent
         # exactly, not as the exchange has it.
-        strategy = tfcdo.MirroredStrategy([f"CPU:{i}" for i in range(count)])
+        strategy = tfcdo.MirroredStrategy(["CPU:0"])
         with strategy.scope():
             variable = keras.Variable(tf.zeros([4, 2]))
 
         @tf.function(input_signature=[tf.TensorSpec([None, 2])])
         def placed(grad):
-            devices = strategy.extended.worker_devices
-            grads = [step.on_each(devices, tf.identity, [grad] * count) if count > 1 else grad]
-            with strategy.scope():
-                [unified] = updates.unified(strategy, grads, [variable])
-            for part, device in zip(tf_internals.components(unified), devices, strict=True):
-                self.assertEqual(part.shape, [4, 2])
-                self.assertEndsWith(part.device, device)
-            return tf_internals.components(unified)
+            [unified] = updates.unified(strategy, [grad], [variable])
+            [part] = tf_internals.components(unified)
+            self.assertEqual(part.shape, [4, 2])
+            self.assertEndsWith(part.device, "CPU:0")
+            return part
 
         placed.get_concrete_function()
 
@@ -261,6 +255,152 @@ class OwnLoopTest(TrainingTestCase):
         gradients = [tf.ones(one.shape) for one in variables]
         with self.assertRaisesRegex(ValueError, f"{named}.* must be made in the scope of"):
             tf.function(lambda: strategy.run(lambda: optimizer.apply(gradients, variables)))()
+
+
+_TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
+_ROWS = np.array([3, 0, 3])
+
+
+def table(replica: int) -> tf.Tensor:
+    return tf.constant(_TABLE * (replica + 1))
+
+
+def rows(replica: int) -> tf.IndexedSlices:
+    values = tf.constant(_TABLE[: len(_ROWS)] * (replica + 1))
+    shape = tf.constant(_TABLE.shape) if replica else None  # It can be left out.
+    return tf.IndexedSlices(values, tf.constant(_ROWS), shape)
+
+
+def nothing(replica: int) -> None:
+    return None
+
+
+class UnlikeKindsTest(TrainingTestCase):
+    # A replica without a gradient adds no rows. A gradient of all replicas counts once for each.
+    @parameterized.parameters(
+        ((nothing, table, table), 2, {"shard_optimizer_state": True}),
+        ((rows, table, rows), None),
+        ((table, rows, nothing), 2),
+        ((nothing, rows, rows), None),
+        (rows, None),
+        (table, None, {"ops": tfcdo.ReductionToOneDevice()}),
+    )
+    def test_sums(self, kinds, accumulated, options=None):
+        strategy = strategy_of(3, **(options or {}))
+        with strategy.scope():
+            own = [keras.Variable(np.zeros_like(_TABLE)) for _ in range(2)]
+            optimizer = ko.SGD(1.0, gradient_accumulation_steps=accumulated)
+        shared = kinds(1) if callable(kinds) else None
+
+        def gradient(replica: int) -> Any:
+            return kinds[replica](replica) if shared is None else shared
+
+        def on_replica() -> None:
+            replica = int(tf.distribute.get_replica_context().replica_id_in_sync_group)
+            # The first step finds the optimizer not built; then it knows the variables.
+            gradients = [gradient(replica), tf.ones_like(_TABLE)]
+            optimizer.apply(gradients, None if optimizer.built else own)
+
+        for _ in range(accumulated or 1):
+            strategy.run(on_replica)
+        given = filter(lambda one: one is not None, map(gradient, range(3)))
+        total = sum(tu.dense(g, 4) if isinstance(g, tf.IndexedSlices) else g for g in given)
+        for variable, expected in zip(own, (-total, -3 * np.ones_like(_TABLE)), strict=True):
+            for component in variable.value.values:
+                self.assertAllClose(expected, component)
+
+    def test_no_replica_has_one(self):
+        strategy = strategy_of(2)
+        with strategy.scope():
+            own = [keras.Variable([1.0]), keras.Variable([1.0])]
+            optimizer = ko.SGD(0.5, weight_decay=0.1)
+        with self.assertWarnsRegex(UserWarning, "Gradients do not exist"):
+            strategy.run(lambda: optimizer.apply([None, tf.ones([1])], own))
+        self.assertAllEqual([1.0], own[0])
+        self.assertNotAllEqual([1.0], own[1])
+
+
+class LossScaleTest(TrainingTestCase):
+    @parameterized.parameters((None, False), (2, True))
+    def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
+        """Keras alone looks at the first replica, and lets an overflow on another one in."""
+        strategy = strategy_of(3, shard_optimizer_state=sharded_rows)
+        with strategy.scope():
+            variable = keras.Variable([1.0, 2.0])
+            inner = ko.SGD(0.5, gradient_accumulation_steps=accumulation)
+            optimizer = ko.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
+            optimizer.build([variable])
+
+        def on_replica(bad: tf.Tensor) -> None:
+            own = tf.distribute.get_replica_context().replica_id_in_sync_group
+            gradient = tf.where(bad & (own == 2), np.inf, 8.0) * tf.ones([2])
+            if sharded_rows:
+                gradient = tf.IndexedSlices(gradient, tf.range(2), tf.constant([2]))
+            optimizer.apply([gradient], [variable])
+
+        step, scales = tf.function(lambda bad: strategy.run(on_replica, (bad,))), []
+        for bad in (True, False, False):
+            step(tf.constant(bad))
+            scales.append(float(optimizer.dynamic_scale.numpy()))
+        self.assertEqual(scales, [4.0, 4.0, 8.0])
+        updates = 1 if accumulation else 2
+        self.assertEqual(int(optimizer.iterations.numpy()), updates)
+        # By the sum of three gradients of 8, unscaled by 4; or once by the mean of two such sums.
+        change = updates * 0.5 * 6.0
+        for component in variable.value.values:
+            self.assertAllClose([1.0 - change, 2.0 - change], component)
+
+
+def float8_layers() -> list[Any]:
+    policy = keras.dtype_policies.get("float8_from_float32")
+    # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
+    return [
+        keras.layers.Input((4,)),
+        keras.layers.Dense(5, activation="tanh", use_bias=False, dtype=policy),
+        keras.layers.Dense(2, use_bias=False, dtype=policy),
+    ]
+
+
+class Float8Test(TrainingTestCase):
+    @parameterized.parameters((False, 2), (True, None))
+    def test_as_on_one_device(self, sharded, accumulation):
+        def make() -> Any:
+            inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
+            return ko.LossScaleOptimizer(inner, 4.0)
+
+        options: dict[str, Any] = {"run_eagerly": False, "layers": float8_layers}
+        expected = fitted(1, make, **options)
+        model = fitted(2, make, shard_optimizer_state=sharded, **options)
+        self.assert_same_training(expected, model, 1e-5)
+        history = expected.layers[0].inputs_amax_history.numpy()
+        self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
+
+
+class ThreadsTest(TrainingTestCase):
+    def test_threads_trace_steps_of_one_optimizer(self):
+        first_to_meet = threading.Semaphore(1)
+
+        class Slow(ko.SGD):
+            def update_step(self, *arguments: Any) -> None:
+                if first_to_meet.acquire(blocking=False):
+                    time.sleep(0.5)  # Meanwhile other threads get here, or have to wait.
+                super().update_step(*arguments)
+
+        strategy = strategy_of(2)
+        with strategy.scope():
+            variable = keras.Variable([1.0, 2.0])
+            optimizer = Slow(0.25, clipnorm=100.0)
+            optimizer.build([variable])
+
+        def on_replica(thread: int) -> None:
+            optimizer.apply([tf.fill([2], thread + 1.0)], [variable])
+
+        def train(thread: int) -> None:
+            tf.function(lambda: strategy.run(on_replica, (thread,)), autograph=False)()
+
+        tu.call_in_six_threads(train)
+        change = 0.25 * 2 * sum(range(1, 7))
+        self.assertAllClose([1.0 - change, 2.0 - change], variable)
 
 
 class SavedTest(TrainingTestCase):
