@@ -1,17 +1,17 @@
-"""How strategies cut batches, and which datasets they warn of."""
+"""How strategies take data: the parts of batches, generators, and datasets that they warn of."""
 
 from __future__ import annotations
 
 import typing
+from typing import Any
 from unittest import mock
 
 import keras
 import numpy as np
 import tensorflow as tf
-import testing_utils as tu
 from absl.testing import parameterized
+from keras_training import strategy_of
 
-import tfcdo
 from tfcdo import log
 from tfcdo.training import parts
 
@@ -110,7 +110,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             parts.cut(_Dataset.range(5), 0, 2, 2)
 
     def test_a_strategy_hands_out_these_parts(self):
-        strategy = tfcdo.MirroredStrategy(tu.device_names(5))
+        strategy = strategy_of(5)
         distributed = strategy.experimental_distribute_dataset(_Dataset.range(17).batch(12))
         rows = [[len(part) for part in batch.values] for batch in distributed]
         self.assertEqual([[3, 3, 2, 2, 2], [1] * 5], rows)
@@ -183,12 +183,91 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
                 yield model.predict_on_batch(batch[0])
             yield model.get_weights()
 
-        strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
+        strategy = strategy_of(replicas)
         expected = results(tf.distribute.get_strategy(), "run_eagerly")
         for one, other in zip(expected, results(strategy, option), strict=True):
             self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
             types = (tf.nest.map_structure(type, each) for each in (one, other))
             self.assertEqual(*types)
+
+
+_BATCHES, _BATCH = 9, 6
+
+
+def _batches():
+    for index in range(_BATCHES):
+        ids = np.arange(_BATCH * index, _BATCH * (index + 1))[:, None]
+        yield ids, ids.astype(np.float32)
+
+
+def _mean_embedding() -> keras.Model:
+    return keras.Sequential(
+        [
+            keras.layers.Input((None,), dtype="int32"),
+            keras.layers.Embedding(_BATCHES * _BATCH, 1, embeddings_initializer="zeros"),
+            keras.layers.GlobalAveragePooling1D(),
+        ]
+    )
+
+
+class _Counted(keras.utils.PyDataset):
+    """Batches of two widths whose loading is counted."""
+
+    loaded = 0
+
+    def __len__(self) -> int:
+        return _BATCHES
+
+    def __getitem__(self, index: int) -> Any:
+        self.loaded += 1
+        ids, targets = list(_batches())[index]
+        return np.repeat(ids, 1 + index % 2, 1), targets
+
+
+class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
+    def test_every_batch_is_seen_once(self):
+        with strategy_of(3).scope():
+            model = _mean_embedding()
+            model.compile(keras.optimizers.SGD(1.0), lambda target, output: -output)
+        model.fit(_batches(), verbose=0)
+        seen = _BATCH * model.get_weights()[0]
+        self.assertAllClose(np.ones_like(seen), seen)
+        # Not the step that finds no data, at the end of an epoch of unknown length.
+        self.assertEqual(_BATCHES, model.optimizer.iterations.numpy())
+
+    def test_a_dataset_of_keras_is_loaded_as_on_one_device(self):
+        """TensorFlow does not know the shapes of its batches."""
+        losses, loaded = [], []
+        for count in (1, 2):
+            with strategy_of(count).scope():
+                model = _mean_embedding()
+                model.compile("sgd", "mse", metrics=["mae"])
+            batches = _Counted(workers=2)
+            losses.append(model.evaluate(batches, verbose=0))
+            loaded.append(batches.loaded)
+        self.assertAllClose(*losses)
+        self.assertEqual(*loaded)
+
+    def test_arrays_that_a_generator_has_parts_of_stay_as_they_are(self):
+        """TensorFlow takes those whose address divides by 64 without a copy, and splits them."""
+        arrays = [_aligned([256, 16]) for _ in range(2)]
+        before = [array.copy() for array in arrays]
+        with strategy_of(2).scope():
+            activation = keras.layers.Activation("relu")  # It may write into its input.
+            model = keras.Sequential([keras.Input([16]), activation, keras.layers.Dense(16)])
+            model.compile("sgd", "mse")
+        batches = (tuple(array[i : i + 32] for array in arrays) for i in range(0, 256, 32))
+        model.fit(batches, verbose=0)
+        for array, expected in zip(arrays, before, strict=True):
+            self.assertAllEqual(expected, array)
+
+
+def _aligned(shape: list[int]) -> np.ndarray:
+    memory = np.empty(4 * np.prod(shape) + 64, np.uint8)
+    start = -memory.ctypes.data % 64
+    array = memory[start : memory.size - 64 + start].view(np.float32).reshape(shape)
+    array[:] = np.random.default_rng(0).normal(size=shape)
+    return array
 
 
 if __name__ == "__main__":
