@@ -30,29 +30,29 @@ class BackupFolderTest(parameterized.TestCase):
         super().setUp()
         self.path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "backup")
 
-    def folder(self) -> backup_folder.BackupFolder:
+    def folder(self) -> Any:
         folder = backup_folder.BackupFolder(self.path)
         folder.take()
         return folder
 
-    def newest(self, folder: backup_folder.BackupFolder) -> backup_folder.Backup:
-        backup = folder.newest()
-        assert backup is not None
-        return backup
-
-    def write(self, *positions: backup_folder.Position) -> backup_folder.BackupFolder:
+    def write(self, *positions: backup_folder.Position) -> Any:
         folder = self.folder()
         for position in positions:
             folder.write(position, {"position": position}, _ARRAYS)
         return folder
 
+    def assert_arrays(self, backup: backup_folder.Backup) -> None:
+        self.assertCountEqual(backup.arrays, _ARRAYS)
+        for name, array in _ARRAYS.items():
+            self.assertEqual(backup.arrays[name].dtype, array.dtype)
+            np.testing.assert_array_equal(backup.arrays[name], array)
+
     def test_the_two_newest_are_kept_and_read(self):
         folder = self.write((0, 9), (0, 10), (1, 0))
         self.assertEqual(folder.positions(), [(1, 0), (0, 10)])
-        backup = self.newest(folder)
+        backup = folder.newest()
         self.assertEqual((backup.position, backup.header), ((1, 0), {"position": [1, 0]}))
-        for name, array in _ARRAYS.items():
-            np.testing.assert_array_equal(backup.arrays[name], array)
+        self.assert_arrays(backup)
         folder.remove()
         self.assertFalse(self.path.exists())
 
@@ -66,7 +66,6 @@ class BackupFolderTest(parameterized.TestCase):
         self.assertEqual(folder.positions(), [(0, 1)])
 
     def test_any_flipped_bit_and_any_length_is_noticed(self):
-        """Whatever is damaged, what is read has the bits that were written."""
         folder = self.write((0, 1), (0, 2))
         path = folder.file((0, 2))
         whole = path.read_bytes()
@@ -80,13 +79,10 @@ class BackupFolderTest(parameterized.TestCase):
         for data in damages:
             path.write_bytes(data)
             with mock.patch.object(log, "warn_once") as warn:
-                backup = self.newest(folder)
+                backup = folder.newest()
             positions[backup.position] += 1
             self.assertEqual(list(backup.header["position"]), list(backup.position))
-            self.assertCountEqual(backup.arrays, _ARRAYS)
-            for name, array in _ARRAYS.items():
-                self.assertEqual(backup.arrays[name].dtype, array.dtype)
-                np.testing.assert_array_equal(backup.arrays[name], array)
+            self.assert_arrays(backup)
             if backup.position == (0, 1):
                 self.assertIn(f"{path} cannot be read", warn.call_args.args[0])
         # Some bits, such as times in the archive, have no meaning.
@@ -100,17 +96,16 @@ class BackupFolderTest(parameterized.TestCase):
         [left] = self.path.glob("writing-*")
         self.assertGreater(left.stat().st_size, 0)
         again = self.folder()
-        self.assertEqual(self.newest(again).position, (0, 1))
+        self.assertEqual(again.newest().position, (0, 1))
         self.assertFalse(left.exists())
 
-    def assert_write_fails(self, folder: backup_folder.BackupFolder, error: str, **arrays) -> Any:
+    def assert_write_fails(self, folder: Any, error: str, **arrays) -> None:
         """Asserts that a write raises an OSError, and leaves the backup before."""
-        with self.assertRaisesRegex(OSError, f"a backup cannot be written, {error}") as raised:
+        with self.assertRaisesRegex(OSError, f"a backup cannot be written, {error}"):
             folder.write((0, 2), {"position": (0, 2)}, {**_ARRAYS, **arrays})
-        self.assertEqual(self.newest(folder).position, (0, 1))
+        self.assertEqual(folder.newest().position, (0, 1))
         names = sorted(path.name for path in self.path.iterdir())
         self.assertEqual(names, ["epoch-00000-batch-00000001.npz", "training.json"])
-        return raised.exception
 
     def test_a_disk_that_fills_up_while_a_backup_is_written(self):
         folder = self.write((0, 1))
@@ -121,17 +116,17 @@ class BackupFolderTest(parameterized.TestCase):
         finally:
             resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
         folder.write((0, 2), {"position": (0, 2)}, _ARRAYS)
-        self.assertEqual(self.newest(folder).position, (0, 2))
+        self.assertEqual(folder.newest().position, (0, 2))
 
     @parameterized.parameters((os, "fsync"), (pathlib.Path, "replace"))
     def test_a_full_disk_leaves_the_last_one(self, owner, function):
         folder = self.write((0, 1))
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with mock.patch.object(owner, function, side_effect=full):
-            raised = self.assert_write_fails(folder, "'.*': No space left on device; the backups")
-        self.assertEqual(raised.errno, errno.ENOSPC)
+            self.assert_write_fails(folder, "'.*': No space left on device; the backups")
 
-    def test_a_job_that_takes_the_folder_amid_a_write(self):
+    @parameterized.parameters(False, True)
+    def test_a_second_job_takes_the_folder(self, amid_a_write):
         first = self.write((0, 1))
         save = backup_folder._save
 
@@ -139,9 +134,12 @@ class BackupFolderTest(parameterized.TestCase):
             save(*arguments)
             self.folder()
 
+        if not amid_a_write:
+            self.folder()
+        told = rf"another job uses backup_dir '.*': process {os.getpid()} on .* began"
         with (
-            mock.patch.object(backup_folder, "_save", slow),
-            self.assertRaisesRegex(RuntimeError, "another job uses backup_dir"),
+            mock.patch.object(backup_folder, "_save", slow if amid_a_write else save),
+            self.assertRaisesRegex(RuntimeError, told),
         ):
             first.write((0, 2), {}, _ARRAYS)
         self.assertEqual(first.positions(), [(0, 1)])
@@ -150,15 +148,6 @@ class BackupFolderTest(parameterized.TestCase):
         self.path.write_text("a file")
         with self.assertRaisesRegex(OSError, "backup_dir cannot be written, '.*backup': "):
             self.folder()
-
-    def test_a_second_job_takes_the_folder(self):
-        first = self.write((0, 1))
-        second = self.write((0, 2))
-        with self.assertRaisesRegex(
-            RuntimeError, rf"another job uses backup_dir '.*': process {os.getpid()} on .* began"
-        ):
-            first.write((0, 3), {}, _ARRAYS)
-        self.assertEqual(self.newest(second).position, (0, 2))
 
     @parameterized.parameters(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_, np.float16)
     def test_dtypes_keep_their_bits(self, dtype: type):
@@ -175,15 +164,11 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         epochs = examples.reshape(4, 10)
         for epoch, order in enumerate(epochs):
             self.assertCountEqual(order, range(10))
-            seed = tf.constant([5, epoch], tf.int64)
-            expected = [
-                int(tf.random.experimental.index_shuffle(tf.constant(i, tf.int64), seed, 9))
-                for i in range(10)
-            ]
-            self.assertEqual(order.tolist(), expected)
+            shuffle, seed = tf.random.experimental.index_shuffle, tf.constant([5, epoch], tf.int64)
+            expected = [shuffle(index, seed, 9) for index in tf.range(10, dtype=tf.int64)]
+            self.assertAllEqual(order, expected)
         self.assertLen(np.unique(epochs, axis=0), 4)
-        known = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
-        assert known is not None
+        known: Any = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
         known.first.assign(7)
         self.assertAllEqual(next(iter(data)), examples[7:11])
 
@@ -212,37 +197,30 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(error, message):
             tfcdo.keras.resumable_dataset(data, batch_size)
 
-    def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        arrays = np.zeros([4, 4]), np.zeros([4, 1])
-        dataset = tf.data.Dataset.from_tensor_slices(arrays)
-        kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
-        for data, reason in [
-            (arrays, "fit.shuffle=True. draws another order"),
-            (dataset.shuffle(4).batch(2), "reshuffle_each_iteration=True"),
-            (kept, None),
-        ]:
-            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-            model.compile("sgd", "mse", run_eagerly=True)
-            x, y = data if isinstance(data, tuple) else (data, None)
-            with mock.patch.object(log, "warn_once") as warn:
-                model.fit(x, y, verbose=0, callbacks=[tfcdo.keras.BackupAndRestore(folder)])
-            messages = [call.args[0] for call in warn.call_args_list]
-            if reason is None:
-                self.assertEmpty(messages)
-            else:
-                self.assertRegex(messages[0], reason)
-
-    def test_an_endless_dataset_needs_steps(self):
+    def fit(self, x: Any, y: Any = None) -> None:
         folder = self.enter_context(tempfile.TemporaryDirectory())
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
+        model.fit(x, y, verbose=0, callbacks=[tfcdo.keras.BackupAndRestore(folder)])
+
+    def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
+        arrays = np.zeros([4, 4]), np.zeros([4, 1])
+        dataset = tf.data.Dataset.from_tensor_slices(arrays)
+        kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
+        for data, reasons in [
+            (arrays, ["fit.shuffle=True. draws another order"]),
+            ([dataset.shuffle(4).batch(2)], ["reshuffle_each_iteration=True"]),
+            ([kept], []),
+        ]:
+            with mock.patch.object(log, "warn_once") as warn:
+                self.fit(*data)
+            self.assertEqual(len(reasons), warn.call_count)
+            for reason in reasons:
+                self.assertRegex(warn.call_args.args[0], reason)
+
+    def test_an_endless_dataset_needs_steps(self):
         with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
-            model.fit(
-                tfcdo.keras.resumable_dataset(np.zeros(4), 2),
-                verbose=0,
-                callbacks=[tfcdo.keras.BackupAndRestore(folder)],
-            )
+            self.fit(tfcdo.keras.resumable_dataset(np.zeros(4), 2))
 
 
 if __name__ == "__main__":
