@@ -40,11 +40,8 @@ class _Fault(keras.callbacks.Callback):
         # A shorter run that asks for a restart counts as a failure.
         self._earliest = time.monotonic() + 5.5 * (name == "SIGTERM")
 
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self._epoch = epoch
-
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if self._epoch * _STEPS + batch == self._batch:
+        if self.model.optimizer._iterations.numpy() == self._batch:
             time.sleep(max(0.0, self._earliest - time.monotonic()))
             signal.raise_signal(self._signal)
 

@@ -6,7 +6,6 @@ import concurrent.futures
 import functools
 import os
 import pathlib
-import re
 import shutil
 import signal
 import tempfile
@@ -25,6 +24,7 @@ import tfcdo.keras
 from tfcdo import log
 from tfcdo.cluster import protocol
 from tfcdo.keras import backup, backup_folder, preemption, training_state
+from tfcdo.training import step
 
 _EPOCHS, _STEPS, _BATCH = 3, 7, 12
 _EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
@@ -38,24 +38,8 @@ class _End(keras.callbacks.Callback):
         self._after = after
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        epoch = int(self.model._epoch)
-        steps = min(batch + 1, _STEPS)
-        if epoch * _STEPS + steps >= self._after:
+        if self.model.optimizer._iterations.numpy() >= self._after:
             raise KeyboardInterrupt
-
-    def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-        self.model._epoch = epoch
-
-
-class _Record(keras.callbacks.Callback):
-    """Keeps the logs of each epoch."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.logs: dict[int, dict[str, float]] = {}
-
-    def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
-        self.logs[epoch] = dict(logs)
 
 
 def _layers(exact: bool) -> list[Any]:
@@ -81,7 +65,7 @@ def _data(kind: str = "resumable") -> tf.data.Dataset:
 
 
 class _Training:
-    """One process's part of a training: a model, and what `fit` returned."""
+    """One process's part of a training: a model, and the logs of epochs."""
 
     def __init__(
         self,
@@ -91,41 +75,32 @@ class _Training:
         exact: bool = True,
         data: str = "resumable",
         lossy: bool = False,
+        sharded: bool = False,
     ) -> None:
         strategy = tf.distribute.get_strategy()
         if replicas > 1:
             wire = "bfloat16" if lossy else None
             ops = tfcdo.AutoAllReduce(wire_dtype=wire, error_feedback=lossy)
             devices = tu.device_names(replicas)
-            strategy = tfcdo.MirroredStrategy(devices, ops, shard_optimizer_state=lossy)
+            strategy = tfcdo.MirroredStrategy(devices, ops, shard_optimizer_state=sharded)
         keras.utils.set_random_seed(0)
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
+            options = {"metrics": ["mae"], "steps_per_execution": at_once}
+            # Some steps are quicker eagerly than traced.
             self.model.compile(
-                _optimizer(),
-                "mse",
-                metrics=["mae"],
-                steps_per_execution=at_once,
-                run_eagerly=replicas == at_once,  # One step at a time is quicker than traced.
+                _optimizer(), "mse", run_eagerly=at_once == 1 and not lossy, **options
             )
-        self.record = _Record()
         steps = None if data == "finite" else _STEPS
-        self.history = self.model.fit(
-            _data(data),
-            epochs=_EPOCHS,
-            steps_per_epoch=steps,
-            verbose=0,
-            callbacks=[*callbacks, self.record],
-        )
+        options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
+        history = self.model.fit(_data(data), epochs=_EPOCHS, **options)
+        logs = zip(*history.history.values(), strict=True)
+        self.logs = dict(zip(history.epoch, logs, strict=True))
 
     @property
     def arrays(self) -> list[np.ndarray]:
         variables = [*self.model.variables, *self.model.optimizer.variables]
-        return [
-            component.numpy()
-            for variable in variables
-            for component in getattr(variable.value, "values", (variable.value,))
-        ]
+        return [one.numpy() for each in variables for one in step.components(each)]
 
 
 @functools.cache
@@ -152,97 +127,75 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
     def assert_bitwise_equal(self, expected: _Training, actual: _Training) -> None:
         for one, other in zip(expected.arrays, actual.arrays, strict=True):
             self.assertEqual(one.tobytes(), other.tobytes())
-        for epoch, logs in actual.record.logs.items():
-            self.assertEqual(logs, expected.record.logs[epoch])
-
-
-class _Signal(keras.callbacks.Callback):
-    """Sends this process a SIGTERM in a batch."""
-
-    def __init__(self, batch: int) -> None:
-        super().__init__()
-        self._batch = batch
-
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
-        if batch == self._batch:
-            signal.raise_signal(signal.SIGTERM)
+        for epoch, logs in actual.logs.items():
+            self.assertEqual(logs, expected.logs[epoch])
 
 
 class ExactTest(BackupTestCase):
     @parameterized.parameters(
-        ([3], 1, {"replicas": 2, "lossy": True}),
+        ([3], 1, {"replicas": 2, "lossy": True, "sharded": True}),
         ([7], 1, {"data": "finite"}),
         ([10], 1, {"data": "counted"}),
         ([20], 1, {"data": "endless"}),
-        ([5, 16], 3, {"at_once": 2}),
+        ([5, 17], 5, {"at_once": 2}),  # Two steps at once pass the batch of a backup.
     )
     def test_ends_as_undisturbed(self, faults: list[int], save_freq: int, options: dict[str, Any]):
         expected = {"data": "finite"} if "data" in options else options
         for after in faults:
             self.interrupted(after, self.backup(save_freq=save_freq), **options)
+            self.assertNotEmpty(list(self.folder.glob("*.npz")))
         training = _Training(self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_undisturbed(**expected), training)
-        self.assertEqual(0 in training.record.logs, faults[-1] <= _STEPS)
+        self.assertEqual(0 in training.logs, faults[-1] <= _STEPS)
         self.assertFalse(self.folder.exists())
 
     def test_on_other_numbers_of_replicas(self):
-        """Amid an accumulation, after odd numbers of batches."""
-        undisturbed = _undisturbed(exact=False)
+        """Amid an accumulation, after odd numbers of batches; the state is sharded."""
+        options = {"sharded": True, "exact": False}
         for after, replicas in (3, 2), (9, 1):
-            self.interrupted(after, self.backup(save_freq=1), replicas=replicas, exact=False)
-        training = _Training(self.backup(save_freq=1), replicas=3, exact=False)
-        for one, other in zip(
-            undisturbed.model.get_weights(), training.model.get_weights(), strict=True
-        ):
-            np.testing.assert_allclose(other, one, rtol=1e-5, atol=1e-5)
-        self.assertAllClose(undisturbed.record.logs[2], training.record.logs[2], 1e-5, 1e-5)
+            self.interrupted(after, self.backup(save_freq=1), replicas=replicas, **options)
+        training = _Training(self.backup(), replicas=3, **options)
+        undisturbed = _undisturbed(exact=False)
+        weights = (each.model.get_weights() for each in (undisturbed, training))
+        self.assertAllClose(*weights, 1e-5, 1e-5)
+        self.assertAllClose(undisturbed.logs[2], training.logs[2], 1e-5, 1e-5)
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
-        undisturbed = _undisturbed()
+        def at(batch: int, logs: Any) -> None:
+            if batch == 4:
+                signal.raise_signal(signal.SIGTERM)
+
+        self.addCleanup(preemption._signalled.clear)
         with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"):
-            self.addCleanup(preemption._signalled.clear)
-            _Training(self.backup(), _Signal(4))
+            _Training(self.backup(), keras.callbacks.LambdaCallback(on_train_batch_begin=at))
         preemption._signalled.clear()
-        self.assertEqual(
-            self.names(), ["epoch-00000-batch-00000005.npz", "progress", "training.json"]
-        )
-        self.assert_bitwise_equal(undisturbed, _Training(self.backup()))
+        names = ["epoch-00000-batch-00000005.npz", "progress", "training.json"]
+        self.assertEqual(self.names(), names)
+        self.assert_bitwise_equal(_undisturbed(), _Training(self.backup()))
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
 
 
+def _dated(seconds: float) -> Any:
+    return lambda mark: os.utime(mark, (time.time() + seconds,) * 2)
+
+
 class ReportTest(BackupTestCase):
-    def resumed(self, **options: Any) -> str:
-        """Goes on for a batch, and returns the report, which is logged once."""
-        with self.assertLogs(level="WARNING") as logs:
-            self.interrupted(_EPOCHS * _STEPS - 1, self.backup(**options), exact=False)
-        [line] = [line for line in logs.output if "resumed" in line]
-        return line
-
-    @parameterized.parameters((11, "batch 2 (2 batches"), (12, "batch 5 (0 batches"))
-    def test_a_report_of_the_time_and_the_repeated_batches(self, after, told):
-        self.interrupted(after, self.backup(save_freq=3), exact=False)
-        mark = self.folder / "progress"
-        now = time.time()
-        os.utime(mark, (now - 7.0, now - 7.0))
-        seconds, rest = re.split(r"resumed after ([\d.]+) s", self.resumed(save_freq=3))[1:]
-        # As many as the test has taken since: the limit of a hang.
-        self.assertBetween(float(seconds), 7.0, 7.0 + 300.0)
-        self.assertEqual(rest, f" at epoch 1, {told} repeated)")
-
-    def test_several_steps_at_once_may_pass_the_batch_of_a_backup(self):
-        for batches, new, is_due in (4, 2, True), (3, 1, True), (5, 2, False):
-            self.assertEqual(backup._passes(backup._Progress(batches=batches), new, 3), is_due)
-
+    # The times are at least as long ago as the mark.
     @parameterized.parameters(
-        (lambda mark: mark.unlink(), ""),
-        (lambda mark: mark.write_text("x"), ""),
-        (lambda mark: os.utime(mark, (time.time() + 24 * 3600,) * 2), " (1 batch repeated)"),
+        (11, _dated(-7), r" after ([7-9]|\d{2,})\.\d s at epoch 1, batch 2 \(2 batches repeated\)"),
+        (12, _dated(-20), r" after \d{2,}\.\d s at epoch 1, batch 5 \(0 batches repeated\)"),
+        (19, lambda mark: mark.unlink(), " at epoch 2, batch 4"),
+        (19, lambda mark: mark.write_text("x"), " at epoch 2, batch 4"),
+        # A clock that was set back.
+        (19, _dated(24 * 3600), r" at epoch 2, batch 4 \(1 batch repeated\)"),
     )
-    def test_a_report_without_marks_or_with_a_clock_that_was_set_back(self, change, repeated):
-        self.interrupted(19, self.backup(save_freq=6), exact=False)
+    def test_a_resumed_training_is_reported_once(self, after, change, told):
+        self.interrupted(after, self.backup(save_freq=3), exact=False)
         change(self.folder / "progress")
-        resumed = f"tfcdo: resumed at epoch 2, batch 4{repeated}"
-        self.assertEndsWith(self.resumed(save_freq=6), resumed)
+        with self.assertLogs(level="WARNING") as logs:
+            self.interrupted(_EPOCHS * _STEPS - 1, self.backup(save_freq=3), exact=False)
+        [line] = [line for line in logs.output if "resumed" in line]
+        self.assertRegex(line, f"tfcdo: resumed{told}$")
 
     def test_nothing_is_reported_at_the_beginning(self):
         with self.assertNoLogs(level="WARNING"):
@@ -264,24 +217,15 @@ class BadInputTest(BackupTestCase):
         self.interrupted(1, self.backup(save_freq=1), exact=False)
         names = self.names()
 
-        def fit(units: int, optimizer: Any) -> None:
-            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(units, "tanh")])
-            if units == 5:
-                model.add(keras.layers.Dense(1))
+        for units, optimizer, message in (
+            (5, "sgd", r"another optimizer: it was made with Adam, .* is compiled with SGD; give"),
+            (6, _optimizer(), r"another model: its variable 0 is \S*dense/kernel \[4, 5\] float32"),
+        ):
+            layers = [keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
+            model = keras.Sequential([keras.Input([4]), *layers])
             model.compile(optimizer, "mse", run_eagerly=True)
-            model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
-
-        with self.assertRaisesRegex(
-            ValueError, r"another optimizer: it was made with Adam, and the model .* with SGD; give"
-        ):
-            fit(5, "sgd")
-        adam = keras.optimizers.Adam(
-            keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9), use_ema=True
-        )
-        with self.assertRaisesRegex(
-            ValueError, r"another model: its variable 0 is sequential/dense/kernel \[4, 5\] float32"
-        ):
-            fit(6, adam)
+            with self.assertRaisesRegex(ValueError, message):
+                model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)
 
     def test_backups_of_other_classes_and_versions(self):
@@ -289,10 +233,8 @@ class BadInputTest(BackupTestCase):
         (self.folder / "latest.weights.h5").touch()
         with self.assertLogs(level="WARNING") as logs:
             self.interrupted(1, self.backup(save_freq=1), exact=False)
-        self.assertRegex(
-            "".join(logs.output),
-            "at the beginning: .* another class, .* read: latest.weights.h5; load",
-        )
+        told = "at the beginning: .* another class, .* read: latest.weights.h5; load"
+        self.assertRegex("".join(logs.output), told)
         with (
             mock.patch.object(training_state, "FORMAT", 2),
             self.assertRaisesRegex(ValueError, "has format 1, and this version .* reads format 2"),
@@ -309,15 +251,10 @@ class BadInputTest(BackupTestCase):
         def fit(*callbacks: Any) -> list[int]:
             return model.fit(data, epochs=4, verbose=0, callbacks=list(callbacks)).epoch
 
-        class Fail(keras.callbacks.Callback):
-            def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
-                if epoch == 2:
-                    raise KeyboardInterrupt
-
         same = self.backup()
         for _ in range(2):
             with self.assertRaises(KeyboardInterrupt):
-                fit(same, Fail())
+                fit(same, _End(2))
         backup._writer.submit(int).result()
         shutil.rmtree(self.folder)
         self.assertEqual(fit(same), [0, 1, 2, 3])
