@@ -32,15 +32,7 @@ _data = functools.partial(dense_data, 60)  # Divides by four.
 _adam = functools.partial(ko.Adam, 0.05, global_clipnorm=0.5)
 
 
-class OptionsTest(TrainingTestCase):
-    def test_exclusions_from_weight_decay(self):
-        def make() -> Any:
-            optimizer = ko.AdamW(0.05, weight_decay=0.3)
-            optimizer.exclude_from_weight_decay(var_names=["bias"])
-            return optimizer
-
-        self.assert_same_training(trained_eagerly(1, make), sharded(2, make), 2e-5)
-
+class TrafficTest(TrainingTestCase):
     def test_wire_dtype_casts_gradients_but_not_weights(self):
         make = functools.partial(ko.SGD, 0.2)
         ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
@@ -51,8 +43,6 @@ class OptionsTest(TrainingTestCase):
         as_bfloat16 = tf.cast(tf.cast(weights, tf.bfloat16), tf.float32)
         self.assertNotAllEqual(weights, as_bfloat16)
 
-
-class TrafficTest(TrainingTestCase):
     def test_no_more_is_copied_than_is_explained(self):
         """Sums reach their owners only, and weights all devices."""
         strategy = strategy_of(2, shard_optimizer_state=True)
