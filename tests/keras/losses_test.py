@@ -12,26 +12,9 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import Layers, TrainingTestCase, dense_data, dense_layers, model_of, strategy_of
+from keras_training import TrainingTestCase, dense_data, dense_layers, model_of, strategy_of
 
 import tfcdo
-
-
-def trained(
-    count: int,
-    loss: Any,
-    layers: Layers = dense_layers,
-    examples: int = 17,
-    run_eagerly: bool = False,
-    **options: Any,
-) -> tuple[keras.Model, list[float]]:
-    with strategy_of(count, shard_optimizer_state=run_eagerly).scope():
-        model = model_of(layers, "sgd")
-        optimizer = keras.optimizers.SGD(0.1, global_clipnorm=0.5)
-        model.compile(optimizer, loss, run_eagerly=run_eagerly)
-    options |= {"batch_size": 10, "verbose": 0}
-    history = model.fit(*dense_data(examples), shuffle=False, **options).history
-    return model, [*history["loss"], model.evaluate(*dense_data(examples), **options)]
 
 
 def trained_on_sentences(
@@ -69,15 +52,6 @@ def trained_on_sentences(
 
 
 class LossesTest(TrainingTestCase):
-    def assert_same(self, expected: Any, actual: Any) -> None:
-        self.assert_same_training(expected[0], actual[0], 5e-6)
-        self.assertAllClose(expected[1], actual[1], 5e-6, 5e-6)
-
-    def test_batches_that_leave_replicas_without_examples(self):
-        loss = keras.losses.MeanSquaredError(reduction="sum")
-        options = {"examples": 4, "run_eagerly": True, "sample_weight": np.linspace(0.5, 2, 4)}
-        self.assert_same(trained(1, loss, **options), trained(5, loss, **options))
-
     # Keras takes the mean of the elements that a mask or `ignore_class` keeps: of 1 to 6 words.
     # It weights the losses of outputs by their examples eagerly, and by batches in graphs.
     @parameterized.parameters(
@@ -86,7 +60,9 @@ class LossesTest(TrainingTestCase):
         ("one_of_two", "mean_with_sample_weight", True),
     )
     def test_elements_that_a_mask_keeps(self, *case):
-        self.assert_same(trained_on_sentences(1, *case), trained_on_sentences(2, *case))
+        (expected, losses), (model, own) = (trained_on_sentences(k, *case) for k in (1, 2))
+        self.assert_same_training(expected, model, 5e-6)
+        self.assertAllClose(losses, own, 5e-6, 5e-6)
 
     def test_losses_of_a_whole_batch(self):
         """One number that a loss function returns, and one that a layer adds."""
@@ -96,13 +72,19 @@ class LossesTest(TrainingTestCase):
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
                 return inputs
 
-        def layers() -> list[Any]:
-            return [*dense_layers(), Activity()]
-
         def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.square(targets - outputs))
 
-        self.assert_same(trained(1, loss, layers), trained(2, loss, layers))
+        def trained(count: int) -> tuple[keras.Model, list[float]]:
+            with strategy_of(count).scope():
+                model = model_of(lambda: [*dense_layers(), Activity()], "sgd")
+                model.compile(keras.optimizers.SGD(0.1), loss)
+            history = model.fit(*dense_data(17), 10, shuffle=False, verbose=0).history
+            return model, [*history["loss"], model.evaluate(*dense_data(17), 10, verbose=0)]
+
+        (expected, losses), (model, own) = map(trained, (1, 2))
+        self.assert_same_training(expected, model, 5e-6)
+        self.assertAllClose(losses, own, 5e-6, 5e-6)
 
     def test_own_train_step(self):
         class Own(keras.Sequential):
@@ -112,8 +94,7 @@ class LossesTest(TrainingTestCase):
                     loss = self.compute_loss(x, y, self(x, training=True), training=True)
                 variables = self.trainable_variables
                 self.optimizer.apply(tape.gradient(loss, variables), variables)
-                self._loss_tracker.update_state(loss, sample_weight=tf.shape(x)[0])
-                return {"loss": self._loss_tracker.result()}
+                return {"loss": loss}
 
         def fitted(count: int) -> keras.Model:
             keras.utils.set_random_seed(1)
