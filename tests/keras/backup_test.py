@@ -151,7 +151,7 @@ class ExactTest(BackupTestCase):
 
     def test_on_other_numbers_of_replicas(self):
         """Amid an accumulation, after odd numbers of batches; the state is sharded."""
-        options = {"sharded": True, "exact": False}
+        options: Any = {"sharded": True, "exact": False}
         for after, replicas in (3, 2), (9, 1):
             self.interrupted(after, self.backup(save_freq=1), replicas=replicas, **options)
         training = _Training(self.backup(), replicas=3, **options)

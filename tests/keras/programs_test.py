@@ -227,8 +227,8 @@ def _data(case: Case) -> tuple[np.ndarray, Any, Any]:
     drawn = rng.normal(size=[case.outputs, case.examples, *steps, 3])
     if case.loss in ("entropy", "dice"):
         drawn = np.exp(drawn) / np.exp(drawn).sum(-1, keepdims=True)
-    targets = [one.astype(floatx) for one in drawn]
-    weights = [rng.uniform(0.2, 2, [case.examples, *steps]).astype(floatx) for _ in targets]
+    targets: Any = [one.astype(floatx) for one in drawn]
+    weights: Any = [rng.uniform(0.2, 2, [case.examples, *steps]).astype(floatx) for _ in targets]
     if case.outputs == 1:
         [targets], [weights] = targets, weights
     return inputs, targets, weights if case.sample_weights else None
