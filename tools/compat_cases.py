@@ -12,7 +12,13 @@ import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu  # It configures the virtual devices.
+from pages import Row, error_text
+
+# The base class of two of the public classes is not public itself.
+from tensorflow.python.distribute import cross_device_ops
 from testing_utils import MEAN, SUM
+
+import tfcdo
 
 
 class Refused(NamedTuple):
@@ -39,7 +45,6 @@ class Case:
     # Gets the case and what `make` returns; returns its result or raises.
     call: Callable[[Case, Any], Any] = all_reduce
     op: Any = SUM
-    name: str = ""
 
 
 def _read(result: Any) -> Any:
@@ -111,11 +116,9 @@ def _largest(values: Sequence[tf.Tensor]) -> tf.Tensor:
 
 def _slices(*dtypes: str) -> list[tf.IndexedSlices]:
     """Returns gradients of rows 0 and 3 on a device, and of row 3 on another."""
-    parts = ([[1], [2]], [0, 3]), ([[4]], [3])
+    parts = ([[1.0], [2.0]], [0, 3]), ([[4.0]], [3])
     return [
-        tf.IndexedSlices(
-            np.array(rows, "float32"), np.array(indices, dtype), np.array([4, 1], dtype)
-        )
+        tf.IndexedSlices(np.array(rows, "f4"), np.array(indices, dtype), np.array([4, 1], dtype))
         for (rows, indices), dtype in zip(parts, dtypes, strict=True)
     ]
 
@@ -124,12 +127,11 @@ _A_SUM = [[1.0, 2.0]]
 _TO_ONE = methodcaller("ReductionToOneDevice")
 _SLICES = _slices("int64", "int64")
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
-_FIRST_NUMBERS = [range(1, count + 1) for count in range(1, 9)]
-_CALLS: dict[str, dict[str, Case]] = {
+_FIRST_NUMBERS = [[*range(1, count + 1)] for count in range(1, 9)]
+SUBJECTS: dict[str, dict[str, Case]] = {
     "Sums": {
         **{
-            f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding "
-            f"{', '.join(map(str, numbers))}": Case(
+            f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding {str(numbers)[1:-1]}": Case(
                 [np.array(numbers, "float32")], float(sum(numbers))
             )
             for numbers in _FIRST_NUMBERS
@@ -226,8 +228,20 @@ _CALLS: dict[str, dict[str, Case]] = {
         ),
     },
 }
-SUBJECTS = {
-    subject: [dataclasses.replace(case, name=name) for name, case in calls.items()]
-    for subject, calls in _CALLS.items()
-}
-CASES = tuple(case for part in SUBJECTS.values() for case in part)
+CASES = {name: case for part in SUBJECTS.values() for name, case in part.items()}
+
+
+def row(case: Case, library: str) -> Row:
+    """Runs a case with the classes of one library."""
+    refused = isinstance(case.expected, Refused)
+    try:
+        result = case.call(case, case.make(cross_device_ops if library == "TensorFlow" else tfcdo))
+    except Exception as error:
+        text = error_text(error)
+        clear = isinstance(error, (ValueError, TypeError))
+        good = refused and clear and case.expected.argument in str(error)
+    else:
+        good = not refused and result == case.expected
+        text = f"{result}" if good else f"{result} instead of {case.expected}"
+        text = f"accepts it and gives {result}" if refused else text
+    return Row("✓" if good else "✗", text)

@@ -169,15 +169,15 @@ class CasesTest(absltest.TestCase):
     def test_a_network_that_is_cut(self):
         if not faults.can_cut():
             self.skipTest("network namespaces need root")
-        with faults._Network.of(2) as network:
-            ping = ["nsenter", "--net", "--target", str(network.namespaces[0])]
+        with faults.network(2) as (host, _, bridge):
+            ping = ["nsenter", "--net", "--target", str(host)]
             ping += [sys.executable, "-c", _CONNECT]
             # Nothing listens there: a refusal shows that the host is reached.
             reached = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertEqual(reached.returncode, errno.ECONNREFUSED)
             stays = mock.patch.object(faults.time, "sleep", side_effect=KeyboardInterrupt)
             with stays, self.assertRaises(KeyboardInterrupt):
-                network.cut(1, 5.0)
+                faults.cut(bridge, 1, 5.0)
             cut = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertNotIn(cut.returncode, (0, errno.ECONNREFUSED))
 
