@@ -1,15 +1,13 @@
 """Compares exchanges between hosts by loss, bytes and time, for docs/performance.md.
 
-    sudo python tools/exchanges.py docs/exchanges.png
+    sudo python tools/exchanges.py
 
-The hosts are processes of this machine. All of them share one loopback interface of so many
-Mbit/s, which nothing else uses. Each training sees the same examples in the same order, in
-processes of its own. Handwritten digits are learned by a convolutional network and a transformer.
+The hosts are processes of this machine that share a loopback interface, which nothing else uses.
+Each training sees the same examples in the same order, in processes of its own.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -76,19 +74,6 @@ def transformer() -> keras.Model:
 _MODELS = {"convolutional": convolutional, "transformer": transformer}
 
 
-class _Clock(keras.callbacks.Callback):
-    """Times the steps after the first, which is traced, and counts their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-        if len(self.ends) == 1:
-            self.bytes = shared_link().count_bytes()
-
-
 class _Host:
     """One host, in a process of its own."""
 
@@ -108,19 +93,23 @@ class _Host:
         batch = _BATCH_PER_HOST * self._strategy.num_replicas_in_sync
         data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
         data = data.shuffle(len(images), seed=7).repeat().batch(batch)
-        clock = _Clock()
+        ends: list[tuple[float, int]] = []  # Times and bytes.
+
+        def end_step(*_: Any) -> None:
+            ends.append((time.perf_counter(), shared_link().count_bytes()))
+
         history = model.fit(
             data,
             epochs=steps // _STEPS_PER_POINT,
             steps_per_epoch=_STEPS_PER_POINT,
             shuffle=False,
             verbose=0,
-            callbacks=[clock],
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
         )
-        num_bytes = shared_link().count_bytes() - clock.bytes
+        num_bytes = shared_link().count_bytes() - ends[0][1]  # The first step is traced.
         tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
         return {
-            "seconds": (clock.ends[-1] - clock.ends[0]) / (steps - 1),
+            "seconds": (ends[-1][0] - ends[0][0]) / (steps - 1),
             "bytes": num_bytes / (steps - 1),
             "losses": history.history["loss"],
             "accuracy": model.evaluate(tests, verbose=0)[1],
@@ -140,8 +129,7 @@ def _measure(
         with worker_pool.start_workers(command, variables) as pool:
             results = pool.call("train", _SECONDS, model_name=model, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
-    first: dict[str, Any] = results[0]
-    return first
+    return dict(results[0])
 
 
 def _draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -164,7 +152,7 @@ def _draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _two(picture: str) -> Iterator[Sequence[str]]:
+def _two() -> Iterator[Sequence[str]]:
     """Yields the cells of each training's row; draws the transformer's."""
     for model in _MODELS:
         found = {}
@@ -173,7 +161,7 @@ def _two(picture: str) -> Iterator[Sequence[str]]:
             slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)["seconds"]
             result["slow seconds"] = slow
             yield [model, *_cells(name, result), f"{slow * 1e3:.1f}"]
-    _draw(found).savefig(picture, dpi=100)
+    _draw(found).savefig(pages.ROOT / "docs" / "exchanges.png", dpi=100)
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
@@ -182,20 +170,20 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
     return [f"`{name}`", loss, f"{result['accuracy']:.1%}", megabytes, milliseconds]
 
 
-def main(picture: str) -> None:
-    """Prints the tables, each row when it is known, and draws the picture."""
-    columns = "loss | accuracy | MB/step | ms at"
+def main() -> None:
+    """Measures the tables of the page, each row when it is known, and draws the picture."""
+    heading = "exchange | loss | accuracy | MB per step"
+    two = f"model | {heading}, both hosts | ms at 1 Gbit/s | ms at 100 Mbit/s"
     four = (_cells(one, _measure("convolutional", one, 4, 100)) for one in _ON_FOUR_HOSTS)
-    for line in itertools.chain(
-        pages.table(f"model | exchange | {columns} 1 Gbit/s | ms at 100 Mbit/s", _two(picture), 5),
-        [""],
-        pages.table(f"exchange, 4 hosts | {columns} 100 Mbit/s", four, 4),
-    ):
-        print(line, flush=True)
+    for name, table in {
+        "two hosts": pages.table(two, _two(), 5),
+        "four hosts": pages.table(f"{heading}, all hosts | ms", four, 4),
+    }.items():
+        pages.replace("docs/performance.md", f"exchanges.py, {name}", table)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in TRAININGS:
+    if sys.argv[-1] in TRAININGS:
         worker_pool.serve(_Host)
     else:
-        main(sys.argv[1])
+        main()
