@@ -59,7 +59,6 @@ LARGEST_DIFFERENCE = 1e-5
 LIMIT_SECONDS = 240.0
 _ENDED_SECONDS = 10.0  # After the launcher's end no process may be there for longer.
 _MAX_RESTARTS = 5
-_ADDRESS = "10.0.0.{}"
 _TOTAL_STEPS = EPOCHS * STEPS
 
 
@@ -149,7 +148,7 @@ def run_case(case: Case) -> Outcome:
         bridge = None
         if case.kind == "cut":
             *namespaces, bridge = net.enter_context(network(case.hosts))
-            addresses = [f"{_ADDRESS.format(host)}:2222" for host in range(case.hosts)]
+            addresses = (f"10.0.0.{host + 1}:2222" for host in range(case.hosts))
             launch += ["--hosts", ",".join(addresses)]
             processes = [
                 _start(folder, "--index", str(host), *launch, inside=namespace)
@@ -220,7 +219,7 @@ def network(hosts: int) -> Iterator[list[int]]:
         for host, pid in enumerate(namespaces):
             link = f"link add port{host} type veth peer name eth0 netns {pid}"
             _ip(bridge, link, f"link set port{host} master bridge up")
-            address = f"address add {_ADDRESS.format(host)}/24 dev eth0"
+            address = f"address add 10.0.0.{host + 1}/24 dev eth0"
             _ip(pid, address, "link set lo up", "link set eth0 up")
         yield pids
 
@@ -330,12 +329,12 @@ def _send(pid: int, number: int) -> None:
 
 def _left(folder: pathlib.Path) -> list[int]:
     """Returns a training's processes that do not end."""
-    pids = {int(path.read_text()) for path in folder.glob("pid-*")}
     processes = []
-    for pid in pids:
+    for path in folder.glob("pid-*"):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if str(folder) in process.cmdline():  # Else the number is another one's now.
+            process = psutil.Process(int(path.read_text()))
+            # Else the number is another one's now. Starts are rounded to a second.
+            if process.create_time() < path.stat().st_mtime + 1.0:
                 processes.append(process)
     return [process.pid for process in psutil.wait_procs(processes, _ENDED_SECONDS)[1]]
 
@@ -354,7 +353,7 @@ def _runs(folder: pathlib.Path) -> list[list[tuple[int, float]]]:
 
 def _weights(folder: pathlib.Path, host: int) -> list[np.ndarray]:
     with np.load(folder / f"weights-{host}.npz") as arrays:
-        return [arrays[name] for name in arrays.files]
+        return [*arrays.values()]
 
 
 def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
