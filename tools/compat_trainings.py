@@ -333,14 +333,13 @@ def _train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.
         model = training.build()
         arguments = {"loss": "mse", "metrics": ["mae"], **training.compile}
         model.compile(training.optimizer(), **arguments)
-    reported = _loop(training, model) if training.loop else _fit(training, model)
+    if training.loop:
+        return model, _loop(training, model)
+    history = model.fit(
+        *training.data, BATCH, epochs=2, shuffle=False, verbose=0, **training.fit
+    ).history
+    reported = [number for name in sorted(history) for number in history[name]]
     return model, reported + (_evaluate(training, model) if training.evaluate_batch else [])
-
-
-def _fit(training: Training, model: keras.Model) -> list[float]:
-    options = {"epochs": 2, "shuffle": False, "verbose": 0, **training.fit}
-    history = model.fit(*training.data, BATCH, **options).history
-    return [number for name in sorted(history) for number in history[name]]
 
 
 def _loop(training: Training, model: keras.Model) -> list[float]:
