@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from operator import methodcaller
 from typing import Any, NamedTuple
 
@@ -81,10 +81,6 @@ def _gather(case: Case, ops: Any) -> Any:
     return _read(ops._gather(value, value, 0))
 
 
-def _reduce_three(case: Case, ops: Any) -> Any:
-    return ops.batch_reduce(SUM, [[tu.per_replica(case.given)] * 3])
-
-
 def _fit(case: Case, ops: Any) -> str:
     strategy = tf.distribute.MirroredStrategy(tu.device_names(3), ops)
     weights, _ = compat_trainings.differences(case.given, strategy)
@@ -108,10 +104,6 @@ def _count_replicas(case: Case, library: Any) -> int:
         return tf.distribute.get_strategy().num_replicas_in_sync
     finally:
         set_distribution(None)
-
-
-def _largest(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_max(tf.stack(values), 0)
 
 
 def _slices(*dtypes: str) -> list[tf.IndexedSlices]:
@@ -190,7 +182,7 @@ SUBJECTS: dict[str, dict[str, Case]] = {
         "an `accumulation_fn` of one's own: the maximum": Case(
             [[[1.0, 9.0], [5.0, 2.0]]],
             [5.0, 9.0],
-            methodcaller("ReductionToOneDevice", None, _largest),
+            methodcaller("ReductionToOneDevice", None, lambda parts: tf.reduce_max(parts, 0)),
         ),
         "gather of different numbers of rows": Case(
             [[[1.0], [2.0]], [[3.0]], [[4.0]]], [[1.0], [2.0], [3.0], [4.0]], call=_gather
@@ -224,7 +216,9 @@ SUBJECTS: dict[str, dict[str, Case]] = {
             "/cpu:99", Refused("destinations"), call=_reduce_to
         ),
         "a pair that is a list of three": Case(
-            [1.0, 2.0], Refused("value_destination_pairs"), call=_reduce_three
+            [1.0, 2.0],
+            Refused("value_destination_pairs"),
+            call=lambda case, ops: ops.batch_reduce(SUM, [[tu.per_replica(case.given)] * 3]),
         ),
     },
 }

@@ -28,11 +28,7 @@ from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 
 _BATCH_PER_HOST = 32
 _EVERY = 50
-_STEPS = 300
-# At a lower rate, only the time is measured. It is a multiple of `_EVERY`.
-_TIMED_STEPS = 100
 _STEPS_PER_POINT = 10
-_SECONDS = 1200.0
 _TESTS = 297
 # The strategy's arguments, by the name of a training.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -118,7 +114,7 @@ class _Host:
 
 
 def _measure(
-    model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = _STEPS
+    model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = 300
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -127,7 +123,7 @@ def _measure(
         configs = [tf_config(addresses, host) for host in range(hosts)]
         variables = [{**quiet, "TF_CONFIG": config} for config in configs]
         with worker_pool.start_workers(command, variables) as pool:
-            results = pool.call("train", _SECONDS, model_name=model, steps=steps)
+            results = pool.call("train", 1200.0, model_name=model, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
     return dict(results[0])
 
@@ -158,7 +154,8 @@ def _two() -> Iterator[Sequence[str]]:
         found = {}
         for name in TRAININGS:
             result = found[name] = _measure(model, name)
-            slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)["seconds"]
+            # Only the time is measured, of a multiple of `_EVERY` steps.
+            slow = _measure(model, name, rate=100, steps=100)["seconds"]
             result["slow seconds"] = slow
             yield [model, *_cells(name, result), f"{slow * 1e3:.1f}"]
     _draw(found).savefig(pages.ROOT / "docs" / "exchanges.png", dpi=100)
