@@ -16,14 +16,13 @@ import keras
 import numpy as np
 import pages
 import tensorflow as tf
+import testing_utils as tu  # It configures the virtual devices.
 from matplotlib.figure import Figure
 
 import tfcdo
 
-DEVICES = [f"/cpu:{index}" for index in range(4)]
-EPOCHS = 12
+DEVICES = tu.device_names(4)
 _BATCH = 100  # 1,797 images: the last batch has 97, which does not divide.
-_NUM_TESTS = 397
 # The wires that are compared, by name: the arguments of a class.
 WIRES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -61,13 +60,8 @@ TEXTS = {
 }
 
 
-def strategy_with(wire: str) -> tf.distribute.Strategy:
-    """Returns a strategy whose gradients are sent as in `WIRES`."""
-    return tfcdo.MirroredStrategy(DEVICES, tfcdo.HierarchicalCopyAllReduce(**WIRES[wire]))
-
-
 def train_digits(
-    strategy: tf.distribute.Strategy, epochs: int = EPOCHS, num_tests: int = 0
+    strategy: tf.distribute.Strategy, epochs: int = 12, num_tests: int = 0
 ) -> tuple[list[float], float]:
     """Trains with clipping and Dropout; returns all losses, and the accuracy on other images."""
     from sklearn.datasets import load_digits
@@ -99,28 +93,16 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
     curvatures = np.logspace(-1, 0, 20).astype(np.float32)
     minima = (1000 * generator.standard_normal((len(DEVICES), 20))).astype(np.float32)
     goal = np.mean(minima.astype(np.float64), axis=0)
-    strategy = strategy_with(wire)
-    with strategy.scope():
-        weights = tf.Variable(tf.zeros([20]))
-    rate = tf.Variable(1.0)
-
-    @tf.function
-    def step() -> Any:
-        def replica() -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            own = tf.constant(minima)[context.replica_id_in_sync_group]
-            gradient = curvatures * (weights - own)
-            # Two values, because a value that is reduced alone is exact. They are in one pack.
-            halves = context.all_reduce(tf.distribute.ReduceOp.MEAN, tf.split(gradient, 2))
-            weights.assign_sub(rate * tf.concat(halves, 0))
-            return weights.read_value()
-
-        return strategy.experimental_local_results(strategy.run(replica))[0]
-
+    ops = tfcdo.HierarchicalCopyAllReduce(**WIRES[wire])
+    weights = np.zeros(20, np.float32)
     losses = []
     for number in range(steps):
-        rate.assign(1 / (1 + number / 50))
-        losses.append(np.sum(curvatures / 2 * (step().numpy() - goal) ** 2))
+        gradients = curvatures * (weights - minima)
+        # Two values, because a value that is reduced alone is exact. They are in one pack.
+        halves = [tu.per_replica([*half]) for half in np.split(gradients, 2, axis=1)]
+        mean = np.concatenate([half.value for half in tu.all_reduce(ops, tu.MEAN, halves)])
+        weights -= np.float32(1 / (1 + number / 50)) * mean
+        losses.append(np.sum(curvatures / 2 * (weights - goal) ** 2))
     return np.array(losses)
 
 
@@ -148,10 +130,10 @@ def loss() -> dict[str, Any]:
 
 def wire() -> dict[str, Any]:
     """Trains with each wire dtype; makes the page's tables."""
-    accuracies = (
-        (name, f"{train_digits(strategy_with(name), num_tests=_NUM_TESTS)[1]:.2%}")
-        for name in WIRES
-    )
+    accuracies = []
+    for name, options in WIRES.items():
+        strategy = tfcdo.MirroredStrategy(DEVICES, tfcdo.HierarchicalCopyAllReduce(**options))
+        accuracies.append((name, f"{train_digits(strategy, num_tests=397)[1]:.2%}"))
     pages.replace("docs/wire.md", "figures.py, digits", pages.table("wire | accuracy", accuracies))
     losses = {name: badly_scaled_losses(name) for name in WIRES}
     rows = ((name, f"{one[0]:.3g}", f"{one[-1]:.3g}") for name, one in losses.items())
@@ -161,7 +143,6 @@ def wire() -> dict[str, Any]:
 
 
 if __name__ == "__main__":
-    tfcdo.configure_virtual_cpus(len(DEVICES))
     picture = sys.argv[1]
     drawn = draw(picture, {"loss": loss, "wire": wire}[picture]())
     drawn.savefig(pages.ROOT / "docs" / f"{picture}.png", dpi=100)
