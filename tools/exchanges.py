@@ -91,7 +91,7 @@ class _Host:
         data = data.shuffle(len(images), seed=7).repeat().batch(batch)
         ends: list[tuple[float, int]] = []  # Times and bytes.
 
-        def end_step(*_: Any) -> None:
+        def end_step(batch: int, logs: Any) -> None:
             ends.append((time.perf_counter(), shared_link().count_bytes()))
 
         history = model.fit(
