@@ -22,7 +22,7 @@ import tested_versions
 import testing_utils as tu
 import warm_python
 from absl.testing import absltest, parameterized
-from compat_cases import CASES, Case, Refused
+from compat_cases import CASES, Case
 from compat_trainings import TRAININGS, Training
 from compat_trainings import judge as judge_training
 
@@ -43,18 +43,18 @@ worker_pool.serve(Served)
 
 class JudgeTest(parameterized.TestCase):
     @parameterized.parameters(
-        (3.0, 3.0, "✓", "3.0"),
-        (3.0, 6.0, "✗", "3.0 instead of 6.0"),
-        (3.0, Refused("shape"), "✗", "accepts it and gives 3.0"),
+        (3.0, {"expected": 3.0}, "✓", "3.0"),
+        (3.0, {"expected": 6.0}, "✗", "3.0 instead of 6.0"),
+        (3.0, {"refused": "shape"}, "✗", "accepts it and gives 3.0"),
         # An error is good if it is wanted and names the argument.
-        (ValueError("shape: 1, 2"), Refused("shape"), "✓", "ValueError: shape: 1, 2"),
-        (ValueError("wrong"), Refused("shape"), "✗", "ValueError: wrong"),
-        (ValueError("shape"), 3.0, "✗", "ValueError: shape"),
+        (ValueError("shape: 1, 2"), {"refused": "shape"}, "✓", "ValueError: shape: 1, 2"),
+        (ValueError("wrong"), {"refused": "shape"}, "✗", "ValueError: wrong"),
+        (ValueError("shape"), {"expected": 3.0}, "✗", "ValueError: shape"),
     )
-    def test_calls(self, result: Any, expected: Any, mark: str, text: str):
+    def test_calls(self, result: Any, wanted: Any, mark: str, text: str):
         # An iterable's errors are raised, and its other items returned.
         call = mock.Mock(side_effect=[result])
-        row = compat_cases.row(Case(None, expected, call=call), "tfcdo")
+        row = compat_cases.row(Case(None, **wanted, call=call), "tfcdo")
         self.assertEqual(row, pages.Row(mark, text))
 
     @parameterized.parameters(
