@@ -155,9 +155,9 @@ class CasesTest(absltest.TestCase):
         left = subprocess.Popen(["sleep", "600"])
         self.addCleanup(left.wait)
         self.addCleanup(left.kill)
-        for host in range(2):
-            (folder / f"pid-0-{host}").write_text(str(left.pid))
-        os.utime(folder / "pid-0-1", (0, 0))  # A number that was given again.
+        for host, pid in enumerate((os.getpid(), left.pid)):
+            (folder / f"pid-0-{host}").write_text(str(pid))
+        os.utime(folder / "pid-0-0", (0, 0))  # A number that was given again.
         self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
         self.assertEqual(faults._left(folder), [left.pid])
 

@@ -92,6 +92,9 @@ class PageTest(absltest.TestCase):
         self.assertIn(f"tfcdo's classes pass {len(CASES)} and TensorFlow's 0.", summary)
         for part, (name, *_) in (("calls", CASES), ("trainings", TRAININGS)):
             self.assertIn(f"\n| {name} | ✗ ✗ \\| x | ✓ ✓ \\| x |\n", parts[part])
+        self.assertIn(
+            "<summary>Execution: TensorFlow 0 of 3, tfcdo 3 of 3</summary>", parts["trainings"]
+        )
         for name in compat.FIRST:
             self.assertIn(f"\n| {name} | ", parts["first"])
         readme = [*compat.readme_table(rows)]
