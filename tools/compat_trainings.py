@@ -78,6 +78,10 @@ def embedding() -> keras.Model:
     return stack(*parts, shape=(4,), dtype="int32")
 
 
+def bag_of_words() -> keras.Model:
+    return stack(layers.Lambda(tf.sparse.from_dense), layers.Dense(2), shape=(4,))
+
+
 def masked() -> keras.Model:
     return stack(layers.Embedding(9, 3, mask_zero=True), layers.Dense(1), dtype="int32")
 
@@ -186,7 +190,8 @@ SUBJECTS: dict[str, dict[str, Training]] = {
             ("`gradient_accumulation_steps`", partial(ADAM, gradient_accumulation_steps=2), {}),
             ("`Adam`, `shard_optimizer_state=True`", ADAM, SHARDED),
         )
-    },
+    }
+    | {"sparse inputs of a dense layer, `Adam`": Training(bag_of_words, ADAM, WORDS)},
     "Optimizers": {
         "`clipnorm`": Training(optimizer=CLIPNORM),
         "`clipvalue`": Training(optimizer=partial(SGD, 0.5, clipvalue=0.02)),
