@@ -175,6 +175,13 @@ def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
 
 
+def accumulates_parts(leaf: Any) -> bool:
+    """Returns whether each replica accumulates its own gradients, to be summed for an update."""
+    # A user's own `apply`, which need not be linear, gets the sum of each step.
+    own = inspect.unwrap(type(leaf).apply) is not inspect.unwrap(BaseOptimizer.apply)
+    return bool(leaf.gradient_accumulation_steps) and not own
+
+
 def is_update_due(leaf: Any) -> tf.Tensor:
     """Returns whether the next step of an optimizer that accumulates gradients updates weights."""
     return tf.equal((leaf._iterations + 1) % leaf.gradient_accumulation_steps, 0)

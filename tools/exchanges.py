@@ -25,8 +25,8 @@ from sklearn.datasets import load_digits
 import tfcdo
 from tfcdo.bench import worker_pool
 from tfcdo.bench.hosts import open_link, shared_link
+from tfcdo.cluster.config import reserved_ports, tf_config
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
-from tfcdo.launch import cluster
 
 _BATCH_PER_HOST = 32
 _EVERY = 50
@@ -133,9 +133,9 @@ def _measure(
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
+    with open_link(rate * 1e6 / 8) as opened, reserved_ports(hosts) as addresses:
         command = [*opened.command, sys.executable, __file__, training]
-        configs = [cluster.tf_config(addresses, host) for host in range(hosts)]
+        configs = [tf_config(addresses, host) for host in range(hosts)]
         variables = [{**quiet, "TF_CONFIG": config} for config in configs]
         with worker_pool.start_workers(command, variables) as pool:
             results = pool.call("train", _SECONDS, model_name=model, steps=steps)

@@ -15,7 +15,7 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import config, protocol, rendezvous
-from tfcdo.launch import cluster as launch_cluster
+from tfcdo.cluster.config import reserved_ports
 
 SUCCESS = "all are here"
 LATE = "timed out waiting for host "
@@ -52,7 +52,7 @@ def meet_all(
 class RendezvousTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.addresses = self.enter_context(launch_cluster.reserved_ports(3))
+        self.addresses = self.enter_context(reserved_ports(3))
         self.ports = [int(address.rpartition(":")[2]) for address in self.addresses]
 
     def test_all_come_though_some_are_late(self):

@@ -28,7 +28,7 @@ import warm_python
 import tfcdo
 from tfcdo import strategies, tf_internals
 from tfcdo.cluster import protocol, session
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import reserved_ports, tf_config
 
 
 @dataclasses.dataclass(frozen=True)
@@ -43,11 +43,11 @@ def run(num_hosts: int, file: str, arguments: Sequence[str], timeout: float) -> 
     """Runs `main` of a file, or "scenarios", once per host, until all end or the time is over."""
     with (
         tempfile.TemporaryDirectory() as folder,
-        cluster.reserved_ports(num_hosts) as addresses,
+        reserved_ports(num_hosts) as addresses,
         contextlib.ExitStack() as ending,
     ):
         logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
-        configs = [cluster.tf_config(addresses, host) for host in range(num_hosts)]
+        configs = [tf_config(addresses, host) for host in range(num_hosts)]
         processes = [
             ending.enter_context(_started([file, *arguments], config, log))
             for config, log in zip(configs, logs, strict=True)

@@ -159,6 +159,10 @@ class UsersOptimizersTest(TrainingTestCase):
         for sharded in (False, True):
             model = fitted(2, make, shard_optimizer_state=sharded)
             self.assert_same_training(expected, model)
+        accumulating = functools.partial(make, gradient_accumulation_steps=2)
+        self.assert_same_training(fitted(1, accumulating), fitted(2, accumulating))
+        with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
+            fitted(2, accumulating, shard_optimizer_state=True)
 
     def test_an_own_apply_in_an_own_loop(self):
         class Squared(ko.SGD):

@@ -14,7 +14,8 @@ from launch_testing import SECONDS, LaunchTestCase, changed_variables
 
 from tfcdo.cli import launch
 from tfcdo.cluster import worker
-from tfcdo.launch import cluster, supervisor
+from tfcdo.cluster.config import tf_config
+from tfcdo.launch import supervisor
 
 # What TensorFlow prints before it has read its log level.
 _EARLY = """WARNING: All log messages before absl::InitializeLog() ...
@@ -76,7 +77,7 @@ class WorkersTest(LaunchTestCase):
     )
     def test_a_machines_share_of_a_cluster(self, arguments, addresses, numbers):
         found, _ = self.variables(*arguments.split(), **{worker.CLUSTER_TOKEN: None})
-        configs = {f"worker {n}": {"TF_CONFIG": cluster.tf_config(addresses, n)} for n in numbers}
+        configs = {f"worker {n}": {"TF_CONFIG": tf_config(addresses, n)} for n in numbers}
         self.assertEqual(configs, found)
 
     def test_addresses(self):

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 from launch_testing import LaunchTestCase
 
 from tfcdo.cli import launch
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import tf_config
 
 # What Slurm's scontrol prints for the nodes of a step, one a line.
 _SCONTROL = """#!/bin/sh
@@ -42,7 +42,7 @@ class SlurmTest(LaunchTestCase):
             variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5")
             found, _ = self.variables("--slurm", **variables)
             expected = {
-                "TF_CONFIG": cluster.tf_config(addresses, rank),
+                "TF_CONFIG": tf_config(addresses, rank),
                 "CUDA_VISIBLE_DEVICES": str(4 + rank % 2),
             }
             self.assertEqual({f"worker {rank}": expected}, found)

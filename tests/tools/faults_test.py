@@ -19,7 +19,7 @@ import psutil
 import warm_python
 from absl.testing import absltest, parameterized
 
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import reserved_ports, tf_config
 
 # A host that comes to the rendezvous and ends before TensorFlow's server has started, and one that
 # is left alone with a server that has.
@@ -102,7 +102,7 @@ class FaultsTest(parameterized.TestCase):
         self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
 
     def test_a_host_that_ends_while_the_servers_start(self):
-        with cluster.reserved_ports(2) as addresses:
+        with reserved_ports(2) as addresses:
             processes = [
                 subprocess.Popen(
                     [warm_python.executable(), "-c", _ENDS_EARLY, what],
@@ -111,8 +111,8 @@ class FaultsTest(parameterized.TestCase):
                     text=True,
                 )
                 for what, config in (
-                    ("stays", cluster.tf_config(addresses, 0)),
-                    ("ends", cluster.tf_config(addresses, 1)),
+                    ("stays", tf_config(addresses, 0)),
+                    ("ends", tf_config(addresses, 1)),
                 )
             ]
             try:

@@ -105,6 +105,13 @@ def _extended_of(optimizer: Any) -> Any:
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
+        steps = optimizer.gradient_accumulation_steps
+        if steps and not keras_internals.accumulates_parts(optimizer):
+            raise ValueError(
+                f"gradient_accumulation_steps must be None with shard_optimizer_state=True for an "
+                f"optimizer with an `apply` of its own, {type(optimizer).__name__}, which would "
+                f"get each replica's part of a gradient; got {steps}"
+            )
         sharding.assign_owners(extended, variables)
     own(optimizer, variables)
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
@@ -115,7 +122,7 @@ def _add_slot(
 ) -> Any:
     extended, device = _extended_of(optimizer), None
     if extended is not None and not keras_internals.is_overwritten(reference_variable):
-        if name == "gradient_accumulator":
+        if name == "gradient_accumulator" and keras_internals.accumulates_parts(optimizer):
             return keras_internals.accumulator_like(optimizer, reference_variable)
         # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
         if extended.shard_optimizer_state and name != "average":

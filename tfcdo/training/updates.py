@@ -28,7 +28,6 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     if not on_replica or here is None or here.alone:
         return own(grads, variables)
     grads = list(grads)
-    variables = None if variables is None else list(variables)
     _check_made_here(optimizer, strategy, variables)
     if not grads:
         return own(grads, variables)
@@ -46,7 +45,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         return own(grads, variables)  # Keras raises the error.
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
-    if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
+    if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
         with step.changed(alone=True, counts_after=_last_of(sums)):
             return own(sums, variables)
