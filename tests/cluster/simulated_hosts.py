@@ -77,14 +77,12 @@ class Folder:
         return batches > 0 and (0, batches) not in self.files and self.owner == chief.run
 
 
+@dataclasses.dataclass(eq=False)
 class Connection:
-    __slots__ = ("answer", "ends", "is_broken", "signal")
-
-    def __init__(self, ends: tuple[Process, Process]) -> None:
-        self.ends = ends
-        self.answer: tuple[str, str] | None = None
-        self.is_broken = False
-        self.signal: list[Any] = []
+    ends: tuple[Process, Process]
+    answer: tuple[str, str] | None = None
+    is_broken: bool = False
+    signal: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Cluster:

@@ -249,33 +249,28 @@ class World:
         if cluster is not None and (not process.has_left or process is cluster.chief):
             most = 0.5 if self.draw() < 0.7 else hosts.HEARTBEAT_SECONDS
             self.after(self.draw() * most, self.break_up, cluster)
-        if isinstance(process, Launcher):
-            return
-        launcher = process.launcher
-        # A killed process has closed its sockets before it can be waited for.
-        at = self.now + (self.delay(0.1) if status == 137 else 0.0)
-        self.after(at - self.now + self.delay(0.05), self._reap, launcher, process, at)
+        if not isinstance(process, Launcher):
+            # A killed process has closed its sockets before it can be waited for.
+            at = self.now + (self.delay(0.1) if status == 137 else 0.0)
+            self.after(at - self.now + self.delay(0.05), self._reap, process.launcher, process, at)
 
     def _reap(self, launcher: Launcher, process: Process, at: float) -> None:
-        if launcher.is_dead or process not in launcher.processes:
-            return
-        launcher.inbox.append(("end", protocol.End(process.index, process.status, at)))
-        self.fire(launcher.signal)
+        if not launcher.is_dead and process in launcher.processes:
+            launcher.inbox.append(("end", protocol.End(process.index, process.status, at)))
+            self.fire(launcher.signal)
 
     def break_up(self, cluster: hosts.Cluster) -> None:
-        if cluster.is_broken:
-            return
-        cluster.is_broken = True
-        for key in list(cluster.signals):
-            self.fire(cluster.signals[key])
+        if not cluster.is_broken:
+            cluster.is_broken = True
+            for signal in cluster.signals.values():
+                self.fire(signal)
 
     def cut(self, connection: hosts.Connection) -> None:
-        if connection.is_broken:
-            return
-        connection.is_broken = True
-        # Nothing comes from a machine that is gone, until a time-out.
-        is_silent = self.draw() < 0.3
-        self.after(self.delay(30.0 if is_silent else 0.2), self._lose, connection)
+        if not connection.is_broken:
+            connection.is_broken = True
+            # Nothing comes from a machine that is gone, until a time-out.
+            most = 30.0 if self.draw() < 0.3 else 0.2
+            self.after(self.delay(most), self._lose, connection)
 
     def _lose(self, connection: hosts.Connection) -> None:
         self.fire(connection.signal)
@@ -398,8 +393,7 @@ def inject(world: World, kind: str) -> None:
             for connection in old.connections:
                 world.cut(connection)
             if old.cluster is not None:
-                news = draw() * hosts.HEARTBEAT_SECONDS
-                world.after(news, world.break_up, old.cluster)
+                world.after(draw() * hosts.HEARTBEAT_SECONDS, world.break_up, old.cluster)
         world.start_job()
 
 
@@ -420,12 +414,11 @@ def _cut_one_way(world: World, process: Process) -> None:
         if world.blocked(*way) <= 0.0:
             return
         if is_out != (host == 0):  # The chief gets no heartbeats.
-            for cluster in {id(p.cluster): p.cluster for p in everyone}.values():
-                if cluster is not None:
-                    world.break_up(cluster)
-            return
-        for other in unanswered:
-            other.is_cut_off = other.cluster is not None
+            for cluster in {id(p.cluster): p.cluster for p in everyone if p.cluster}.values():
+                world.break_up(cluster)
+        else:
+            for other in unanswered:
+                other.is_cut_off = other.cluster is not None
 
     world.after(hosts.HEARTBEAT_SECONDS, notice)
 
