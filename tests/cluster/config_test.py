@@ -50,8 +50,7 @@ class FromSpecTest(parameterized.TestCase):
         ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
     )
     def test_mistakes(self, spec, job, index, message):
-        with self.assertRaisesRegex(ValueError, message):
-            config.from_spec(spec, job, index)
+        self.assertRaisesRegex(ValueError, message, config.from_spec, spec, job, index)
 
 
 class TfConfigTest(parameterized.TestCase):
@@ -75,8 +74,7 @@ class TfConfigTest(parameterized.TestCase):
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "got 1"),
     )
     def test_mistakes(self, text, message):
-        with self.assertRaisesRegex(ValueError, message):
-            self.read(text)
+        self.assertRaisesRegex(ValueError, message, self.read, text)
 
     def test_an_address_in_brackets(self):
         self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))

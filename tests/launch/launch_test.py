@@ -225,11 +225,9 @@ class EnvironmentTest(parameterized.TestCase):
 
     @parameterized.parameters("0", "-1", "two", "1.5", "²")
     def test_bad_devices_per_worker(self, text: str):
-        with (
-            changed_variables(**{worker.DEVICES_PER_WORKER: text}),
-            self.assertRaisesRegex(ValueError, f"_PER_WORKER must be a positive .*{text}"),
-        ):
-            worker.devices_per_worker()
+        message = f"_PER_WORKER must be a positive .*{text}"
+        with changed_variables(**{worker.DEVICES_PER_WORKER: text}):
+            self.assertRaisesRegex(ValueError, message, worker.devices_per_worker)
 
 
 if __name__ == "__main__":
