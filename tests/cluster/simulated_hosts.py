@@ -19,12 +19,12 @@ if TYPE_CHECKING:
     from simulator import Launcher, World
 
 Run = Generator[Any, Any, Any]
+State = tuple[str, ...]  # The weights: the run that has trained each batch.
 
 MEET_SECONDS = 600.0
 _START_SECONDS = 120.0  # TensorFlow's servers.
 COLLECTIVE_SECONDS, HEARTBEAT_SECONDS = 600.0, 10.0
 ALL = -1  # Other hosts, as senders or receivers.
-_NAMES = tuple(f"host {host}" for host in range(4))
 STEP = {"what": "step"}
 _GATHER = {"what": "gather"}
 
@@ -48,14 +48,6 @@ class _GoneError(Exception):
     """Another host, or the chief's store, is gone: TensorFlow's errors."""
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-    """The weights: how many batches they have seen, and which runs have trained them."""
-
-    batches: int = 0
-    runs: tuple[str, ...] = ()
-
-
 class Folder:
     """A folder of backups: each operation on it happens at once."""
 
@@ -73,7 +65,7 @@ class Folder:
 
     def lacks_backup(self, process: Process, chief: Process) -> bool:
         """Tells whether the chief has the folder, but did not write a process's last state."""
-        batches = process.state.batches
+        batches = len(process.state)
         return batches > 0 and (0, batches) not in self.files and self.owner == chief.run
 
 
@@ -115,7 +107,7 @@ class Process:
         self.inbox: list[Any] = []
         self.signal: list[Any] = []
         self.wakeup: list[Any] = []
-        self.state = State()
+        self.state: State = ()
         self.writing = False
         self.phase = "starts"
         self.launcher: Launcher
@@ -149,7 +141,7 @@ class Process:
         world.start(self, self.listen())
         yield from self.restore()
         saved = 0  # Only one host may see what was restored.
-        for call in range(1, world.steps - self.state.batches + 1):
+        for call in range(1, world.steps - len(self.state) + 1):
             yield world.delay(0.2)
             if not (yield from self.ask(self.leaving.may_begin, call)):
                 yield from self.leave_with_backup(saved)
@@ -160,11 +152,11 @@ class Process:
                 yield 2e6
             yield world.delay(world.step_seconds)
             yield from self.collective(STEP, self.state)
-            self.state = State(self.state.batches + 1, (*self.state.runs, self.membership))
-            if self.state.batches % 2 == 0:
+            self.state = (*self.state, self.membership)
+            if len(self.state) % 2 == 0:
                 yield from self.save()
-                saved = self.state.batches
-            is_last = self.state.batches == world.steps
+                saved = len(self.state)
+            is_last = len(self.state) == world.steps
             if not is_last and (yield from self.ask(self.leaving.must_leave, call)):
                 yield from self.leave_with_backup(saved)
         # The training is complete: what begins after it does not wait for this host.
@@ -172,7 +164,7 @@ class Process:
         yield from self.finish_writing()
         self.is_fitting = False
         self.phase = "is complete"
-        require(self.state.batches == world.steps, "a batch is lost at the end")
+        require(len(self.state) == world.steps, "a batch is lost at the end")
 
     # The meeting, over connections.
 
@@ -180,9 +172,8 @@ class Process:
         world = self.world
         world.meetings += 1
         self.membership = f"run {world.meetings}"
-        meeting = world.rules.Meeting(
-            _NAMES[: world.hosts], {}, self.membership, world.now + MEET_SECONDS
-        )
+        names = [f"host {host}" for host in range(world.hosts)]
+        meeting = world.rules.Meeting(names, {}, self.membership, world.now + MEET_SECONDS)
         self.is_listening = True
         latest: dict[int, Connection] = {}
         lost: set[Connection] = set()
@@ -454,7 +445,7 @@ class Process:
         yield from self.finish_writing()
         if self.host == 0:
             self.writing = True
-            self.world.start(self, self.write((0, self.state.batches)))
+            self.world.start(self, self.write((0, len(self.state))))
 
     def write(self, name: tuple[int, int]) -> Run:
         world, files = self.world, self.world.disk.files
@@ -497,8 +488,7 @@ class Process:
                     has_it = disk.owner == self.run or disk.owner not in world.takers
                     require(has_it, "a backup of a run that has lost its folder becomes visible")
                     disk.writing.discard(self.run)
-                    state = State(name[1], self.state.runs[: name[1]])
-                    disk.files[name] = self.run, state, True
+                    disk.files[name] = self.run, self.state[: name[1]], True
 
     def finish_writing(self) -> Run:
         while self.writing:
@@ -545,7 +535,7 @@ class Process:
     def leave_with_backup(self, saved: int) -> Run:
         world = self.world
         self.phase = "leaves with a backup"
-        if saved != self.state.batches:
+        if saved != len(self.state):
             yield from self.save()
         yield from self.finish_writing()
         yield from self.set_once(f"written/{self.host}", "")

@@ -63,7 +63,6 @@ class Launcher(Process):
     def __init__(self, world: World, workers: list[int], job: int) -> None:
         super().__init__(world, -1, job)
         self.workers = workers
-        self.is_done = False
         self.result: protocol.Result | None = None
         self.processes: list[Process] = []
 
@@ -98,7 +97,6 @@ class Launcher(Process):
                 if failures > (_MAX_RESTARTS if world.bug is None else 1):
                     break
             yield world.delay(0.5)
-        self.is_done = True
         world.open -= 1
         raise hosts.ProcessExit(result.status)
 
@@ -330,7 +328,7 @@ class World:
 
     def check_end(self, ended: bool) -> None:
         phases = [(process.host, process.phase) for process in self.workers.values()]
-        ended &= all(launcher.is_done or launcher.is_dead for launcher in self.launchers)
+        ended &= all(launcher.is_dead for launcher in self.launchers)
         require(ended, f"hangs: {phases}")
         for processes in self.memberships.values():
             is_quiet = len(processes) == self.hosts and not any(p.is_touched for p in processes)
