@@ -66,7 +66,7 @@ class Folder:
     def lacks_backup(self, process: Process, chief: Process) -> bool:
         """Tells whether the chief has the folder, but did not write a process's last state."""
         batches = len(process.state)
-        return batches > 0 and (0, batches) not in self.files and self.owner == chief.run
+        return batches > 0 and (0, batches) not in self.files and self.owner == chief.membership
 
 
 @dataclasses.dataclass(eq=False)
@@ -412,10 +412,9 @@ class Process:
         world, rules = self.world, self.world.rules
         self.turns: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
-        self.run = self.membership
         if self.host == 0:
             yield from self.operate(rules.take_folder(), (0, 0))
-            world.takers.add(self.run)
+            world.takers.add(self.membership)
         yield from self.collective(_GATHER, None)  # The chief has taken the folder.
         yield world.delay(0.1)
         # A host's file system may not be up to date.
@@ -449,7 +448,7 @@ class Process:
 
     def write(self, name: tuple[int, int]) -> Run:
         world, files = self.world, self.world.disk.files
-        if not (yield from self.operate(world.rules.add_backup(self.run), name)):
+        if not (yield from self.operate(world.rules.add_backup(self.membership), name)):
             self.is_touched = True
             raise ProcessExit(1)  # Another job has the folder.
         for old in sorted(files)[:-2]:
@@ -469,26 +468,26 @@ class Process:
             yield world.delay(world.slowness if operation == "fill" else world.disk_delay)
             result = None
             if operation == "enter name":
-                disk.owner = self.run
+                disk.owner = self.membership
             elif operation == "remove unfinished":
                 disk.writing.clear()
             elif operation == "create":
-                disk.writing.add(self.run)
+                disk.writing.add(self.membership)
             elif operation == "read name":
                 result = disk.owner
             elif operation == "remove own":
-                disk.writing.discard(self.run)
+                disk.writing.discard(self.membership)
             elif operation == "fill" and self.is_full:
-                disk.writing.discard(self.run)
+                disk.writing.discard(self.membership)
                 raise ProcessExit(1)
             elif operation == "publish":
-                result = self.run in disk.writing
+                result = self.membership in disk.writing
                 if result:
                     # A new owner that has not yet removed files looks for backups later.
-                    has_it = disk.owner == self.run or disk.owner not in world.takers
+                    has_it = disk.owner == self.membership or disk.owner not in world.takers
                     require(has_it, "a backup of a run that has lost its folder becomes visible")
-                    disk.writing.discard(self.run)
-                    disk.files[name] = self.run, self.state[: name[1]], True
+                    disk.writing.discard(self.membership)
+                    disk.files[name] = self.membership, self.state[: name[1]], True
 
     def finish_writing(self) -> Run:
         while self.writing:
