@@ -99,6 +99,7 @@ NAMES: tuple[private_names.Member, ...] = (
             "gamma": ("shape", "alpha", "dtype", "seed"),
             "binomial": ("shape", "counts", "probabilities", "dtype", "seed"),
             "beta": ("shape", "alpha", "beta", "dtype", "seed"),
+            "categorical": ("logits", "num_samples", "dtype", "seed"),
             "draw_seed": ("seed",),
             "_cast_seed": ("seed",),
         }.items()

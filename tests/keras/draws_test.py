@@ -146,6 +146,7 @@ class DrawsTest(TrainingTestCase):
 
             def call(self, inputs: Any, training: bool = False) -> Any:
                 shape, seed = keras.ops.shape(inputs), self.seed
+                steps = keras.ops.reshape(inputs, [-1, _WIDTH])
                 drawn = (
                     keras.random.uniform(shape, -1.0, 2.0, seed=seed),
                     keras.random.normal(shape, 1.0, 2.0, seed=seed),
@@ -154,6 +155,7 @@ class DrawsTest(TrainingTestCase):
                     keras.random.gamma(shape, 0.5, seed=seed),
                     keras.random.uniform(shape, dtype="float64", seed=seed),
                     keras.random.normal(shape, dtype="float16", seed=seed),
+                    keras.ops.reshape(keras.random.categorical(steps, _WIDTH, seed=seed), shape),
                 )
                 return keras.ops.stack([keras.ops.cast(one, "float32") for one in drawn], 1)
 
@@ -161,10 +163,10 @@ class DrawsTest(TrainingTestCase):
             with strategy_of(count).scope():
                 model = keras.Sequential([kl.Input([_STEPS, _WIDTH]), Draws()])
                 model.compile("sgd", "mse")
-            return model.predict(data(11)[0], 6, verbose=0)
+            return model.predict(data(7)[0], 6, verbose=0)
 
         expected = predicted(1)
-        for number in range(7):
+        for number in range(8):
             self.assertGreater(np.std(expected[:, number]), 0.1)
         self.assertAllClose(expected, predicted(3), 1e-6, 1e-6)
 

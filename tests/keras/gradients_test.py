@@ -114,6 +114,34 @@ class UnlikeKindsTest(TrainingTestCase):
         self.assertNotAllEqual([1.0], own[1])
 
 
+class SparseInputsTest(TrainingTestCase):
+    """A lookup of sparse ids adds the gradients of equal ids, which Adam then squares."""
+
+    @parameterized.parameters(
+        ("float32", False, None), ("float32", True, 0.01), ("int32", False, 0.01)
+    )
+    def test_as_on_one_device(self, dtype, sharded, clipnorm):
+        words = np.random.default_rng(0).integers(0, 3, [19, 5]).astype(dtype)
+        targets = np.sin(np.arange(19.0))
+
+        def trained(count: int) -> keras.Model:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count, shard_optimizer_state=sharded).scope():
+                inputs = keras.Input([5], dtype=dtype, sparse=True)
+                layer = (
+                    keras.layers.Dense(2) if dtype == "float32" else keras.layers.Embedding(3, 2)
+                )
+                outputs = keras.layers.Dense(1)(keras.layers.Flatten()(layer(inputs)))
+                model = keras.Model(inputs, outputs)
+                model.compile(ko.Adam(0.1, global_clipnorm=clipnorm), "mse")
+            # The last batch has one example, so some replicas have none.
+            data = tf.data.Dataset.from_tensor_slices((words, targets)).batch(6)
+            model.fit(data.map(lambda x, y: (tf.sparse.from_dense(x), y)), verbose=0)
+            return model
+
+        self.assert_same_training(trained(1), trained(3), 1e-5)
+
+
 class LossScaleTest(TrainingTestCase):
     @parameterized.parameters((None, False), (2, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):

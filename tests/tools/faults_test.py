@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,7 +14,6 @@ from unittest import mock
 
 import faults
 import nightly
-import psutil
 import warm_python
 from absl.testing import absltest, parameterized
 
@@ -154,30 +152,27 @@ class CasesTest(absltest.TestCase):
 
     def test_a_process_that_is_left_is_a_problem(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        left = subprocess.Popen(
-            ["sh", "-c", "sleep 600; true", str(folder)], start_new_session=True
-        )
+        left = subprocess.Popen(["sleep", "600"])
         self.addCleanup(left.wait)
-        self.addCleanup(os.killpg, left.pid, signal.SIGKILL)
-        # A new process is Python for a moment still.
-        faults._wait_until(lambda: str(folder) in psutil.Process(left.pid).cmdline(), "sh")
-        (folder / "pid-0-1").write_text(str(left.pid))
-        (folder / "pid-0-2").write_text(str(os.getpid()))  # A number that was given again.
+        self.addCleanup(left.kill)
+        for host, pid in enumerate((os.getpid(), left.pid)):
+            (folder / f"pid-0-{host}").write_text(str(pid))
+        os.utime(folder / "pid-0-0", (0, 0))  # A number that was given again.
         self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
         self.assertEqual(faults._left(folder), [left.pid])
 
     def test_a_network_that_is_cut(self):
         if not faults.can_cut():
             self.skipTest("network namespaces need root")
-        with faults._Network.of(2) as network:
-            ping = ["nsenter", "--net", "--target", str(network.namespaces[0])]
+        with faults.network(2) as (host, _, bridge):
+            ping = ["nsenter", "--net", "--target", str(host)]
             ping += [sys.executable, "-c", _CONNECT]
             # Nothing listens there: a refusal shows that the host is reached.
             reached = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertEqual(reached.returncode, errno.ECONNREFUSED)
             stays = mock.patch.object(faults.time, "sleep", side_effect=KeyboardInterrupt)
             with stays, self.assertRaises(KeyboardInterrupt):
-                network.cut(1, 5.0)
+                faults.cut(bridge, 1, 5.0)
             cut = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertNotIn(cut.returncode, (0, errno.ECONNREFUSED))
 

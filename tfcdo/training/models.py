@@ -60,7 +60,7 @@ def install() -> None:
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
     for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
         extend(keras_internals.RANDOM, name, draws.whole_batch)
-    for name in ("dropout", "uniform", "normal"):
+    for name in ("dropout", "uniform", "normal", "categorical"):
         extend(keras_internals.RANDOM, name, getattr(draws, name))
     extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
     extend(keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled)
