@@ -419,7 +419,7 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
 
 class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """Tests of broadcast, gather, and the refusal of bad input."""
+    """Tests of broadcast and gather; `request_test` has the refusal of bad input."""
 
     @parameterized.parameters((EAGER, 1), (FUNCTION, 3))
     def test_broadcast(self, mode, count):
@@ -463,59 +463,6 @@ class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             result = make_ops()._gather(value, value, 0)
             expected = np.concatenate([one.numpy() for one in value.values])
             self.assertAllEqual(expected, result.values[2])
-
-    def test_bad_input_is_refused_before_any_op(self):
-        """What each entry point is given; request_test has more of what is refused, and why."""
-        good = tu.per_replica([tf.ones([2])] * 3)
-        row = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
-        wide = tf.IndexedSlices(tf.ones([1, 3]), tf.constant([0]))
-        refused = {
-            r"shape.*\(2,\).*CPU:0.*\(3,\).*CPU:1": [tf.ones([2]), tf.ones([3])],
-            "dtype.*float32.*CPU:0.*int32.*CPU:1": [tf.constant(1.0), tf.constant(1)],
-            "IndexedSlices": [tf.ones([1, 2]), row],
-            r"shape.*\(2,\).*\(3,\)": [row, wide],
-            "adds; got string": [tf.constant("a"), tf.constant("b")],
-            "tensor": [tf.ragged.constant([[1], [2, 3]])] * 2,
-        }
-        ops, rows = make_ops(), tu.per_replica([row] * 2)
-        calls: list[tuple[str, Any]] = []
-
-        def both(*pairs: Any) -> Any:
-            return ops.batch_reduce(SUM, pairs)
-
-        for message, own in refused.items():
-            bad = tu.per_replica(own) if message != "tensor" else tf_internals.per_replica(own)
-            calls += [
-                (message, lambda bad=bad: ops.reduce(SUM, bad, "/cpu:1")),
-                (f"pair 1: .*{message}", lambda bad=bad: both((good, good), (bad, bad))),
-            ]
-        for reduce_op in ("SUM", None, tf.VariableAggregation.SUM):
-            calls += [
-                ("reduce_op.*SUM.*MEAN", lambda op=reduce_op: ops.reduce(op, good, good)),
-                ("reduce_op.*SUM.*MEAN", lambda op=reduce_op: ops.batch_reduce(op, [])),
-            ]
-        for pairs in ([good], [(good,)], [(good, good, good)], [(good, good), None], None, "ab"):
-            calls.append(("value_destination_pairs", lambda p=pairs: ops.batch_reduce(SUM, p)))
-        for to in (None, "", ["/cpu:0"], "nonsense", "/cpu:99", "/gpu:0"):
-            calls += [
-                ("destinations", lambda to=to: ops.reduce(SUM, good, to)),
-                ("pair 1: .*destinations", lambda to=to: both((good, good), (good, to))),
-                ("destinations", lambda to=to: ops.broadcast(1.0, to)),
-                ("destinations", lambda to=to: ops._gather(good, to, 0)),
-            ]
-        calls += [
-            ("IndexedSlices", lambda: ops._gather(rows, "/cpu:1", 0)),
-            ("options", lambda: ops.batch_reduce(SUM, [(good, good)], "nonsense")),
-            ("options", lambda: ops._gather(good, good, 0, "nonsense")),
-        ]
-
-        @tf.function(autograph=False)
-        def trace() -> None:
-            for message, refused_call in calls:
-                with self.assertRaisesRegex((ValueError, TypeError), f"(?s){message}"):
-                    refused_call()
-
-        self.assertEmpty(trace.get_concrete_function().graph.get_operations())
 
 
 if __name__ == "__main__":
