@@ -12,10 +12,8 @@ import threading
 from typing import Any
 from unittest import mock
 
-import numpy as np
 import tensorflow as tf
 import testing_utils as tu
-from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import tf_internals
@@ -104,7 +102,7 @@ class PrivateNamesTest(tf.test.TestCase):
         self.assertRegex(str(raised.exception), r"tests were run: 2\.16\.\d.* Install one of those")
 
 
-class ValuesTest(tf.test.TestCase, parameterized.TestCase):
+class ValuesTest(tf.test.TestCase):
     def test_is_what_a_strategy_makes(self):
         strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
         made = strategy.run(
@@ -113,25 +111,6 @@ class ValuesTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIs(type(made), type(tf_internals.per_replica([1, 2])))
         reduced = strategy.extended.batch_reduce_to(tu.SUM, [(made, made)])[0]
         self.assertIs(type(reduced), type(tf_internals.mirrored([1, 2])))
-
-    def test_one_value_is_not_wrapped(self):
-        single = tf.constant(1)
-        self.assertIs(single, tf_internals.mirrored([single]))
-
-    def test_devices_of_values(self):
-        value = tu.per_replica([1, 2], tu.ALL_DEVICES[3:5])
-        self.assertEqual(tu.ALL_DEVICES[3:5], tf_internals.devices_of_values(value))
-        plain = tf_internals.per_replica([1.0, np.ones(2)])
-        self.assertEqual(("", ""), tf_internals.devices_of_values(plain))
-
-    def test_replicas_of_a_plain_value(self):
-        self.assertEqual(1, tf_internals.replicas_of_plain_value())
-        strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1", "/cpu:2"])
-        with strategy.scope():
-            self.assertEqual(3, tf_internals.replicas_of_plain_value())
-        seen = []
-        strategy.run(lambda: seen.append(tf_internals.replicas_of_plain_value()))
-        self.assertEqual([1, 1, 1], seen)
 
 
 class ValueAtCallTimeTest(tf.test.TestCase):
@@ -158,44 +137,24 @@ class ValueAtCallTimeTest(tf.test.TestCase):
             self.assertEqual(expected, int(call()))
 
 
-class RegistryTest(tf.test.TestCase):
-    def test_kernels(self):
-        self.assertIn("CPU", tf_internals.device_types_with_kernel("AddN"))
-        self.assertEqual(frozenset(), tf_internals.device_types_with_kernel("NoSuchOp"))
-
-    def test_dtypes(self):
-        dtypes = tf_internals.dtypes_of_op("NcclAllReduce", "T")
-        self.assertContainsSubset({tf.float16, tf.float32, tf.int32}, dtypes)
-        self.assertNotIn(tf.complex64, dtypes)
-        self.assertEqual(frozenset(), tf_internals.dtypes_of_op("NoSuchOp", "T"))
-        self.assertEqual(frozenset(), tf_internals.dtypes_of_op("AddN", "NoSuchAttribute"))
-
-
 class KeyValueStoreTest(tf.test.TestCase):
     def test_a_chief_that_is_stopped_is_not_waited_for(self):
         """TensorFlow would wait without end, also when a process ends."""
         answers, context = threading.Event(), mock.Mock()
         context.set_config_key_value.side_effect = lambda *_: answers.wait(60)
         store = tf_internals.KeyValueStore()
-        with (
-            mock.patch.object(tf_internals._context, "context", return_value=context),
-            mock.patch.object(tf_internals, "_WRITE_SECONDS", 0.1),
-        ):
-            for call in (lambda: store.set("key", "value"), lambda: store.delete("key")):
-                with self.assertRaisesRegex(tf.errors.DeadlineExceededError, "has not answered"):
-                    call()
+        with mock.patch.object(tf_internals._context, "context", return_value=context):
+            with mock.patch.object(tf_internals, "_WRITE_SECONDS", 0.1):
+                for call in (lambda: store.set("key", "value"), lambda: store.delete("key")):
+                    with self.assertRaisesRegex(tf.errors.DeadlineExceededError, "not answered"):
+                        call()
             answers.set()
             store.set("other", "value")
-        context.set_config_key_value.assert_called_with("tfcdo/other", "value")
-
-    def test_errors_reach_the_caller(self):
-        context = mock.Mock()
-        context.set_config_key_value.side_effect = tf.errors.AlreadyExistsError(None, None, "key")
-        with (
-            mock.patch.object(tf_internals._context, "context", return_value=context),
-            self.assertRaises(tf.errors.AlreadyExistsError),
-        ):
-            tf_internals.KeyValueStore().set("key", "value")
+            context.set_config_key_value.assert_called_with("tfcdo/other", "value")
+            error = tf.errors.AlreadyExistsError(None, None, "key")
+            context.set_config_key_value.side_effect = error
+            with self.assertRaises(tf.errors.AlreadyExistsError):
+                store.set("key", "value")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import gc
 import os
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, Literal
 
@@ -348,15 +350,14 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for result, expected in zip(results, ([3, 6], [3, 6], [1, 2]), strict=True):
             self.assertAllEqual(expected, result.value)
 
-    @parameterized.parameters(EAGER, FUNCTION)
-    def test_copies_and_repeated_calls_give_the_same_bits(self, mode):
+    def test_copies_and_repeated_calls_give_the_same_bits(self):
         generator = np.random.default_rng(0)
         values = [
             tu.per_replica([generator.normal(size=shape).astype(dtype) for _ in range(5)])
             for shape, dtype in (((), np.float64), ((9,), np.float16), ((64, 5), np.float32))
         ]
         ops = make_ops()
-        runs = [tu.all_reduce(one, MEAN, values, mode) for one in (ops, ops, copy.deepcopy(ops))]
+        runs = [tu.all_reduce(one, MEAN, values) for one in (ops, ops, copy.deepcopy(ops))]
         for own in zip(*runs, strict=True):
             self.assert_bitwise_equal([component for result in own for component in result.values])
 
@@ -386,21 +387,35 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             computed.add(decide.decide.cache_info().misses)
         self.assertLen(computed, 1)
 
-    def test_gradient(self):
-        own = [tf.constant(tu.numbers((5,), tf.float32, rank)) for rank in range(3)]
+    @parameterized.product(
+        wire_dtype=(None, "float16"), mode=(EAGER, FUNCTION, "graph of TensorFlow 1")
+    )
+    def test_gradient(self, wire_dtype, mode):
+        """From a tape, or from a graph; a function's ends with the function."""
         weights = [tu.numbers((5,), tf.float32, 50 + rank) for rank in range(3)]
-        ops = make_ops()
+        ops = tfcdo.HierarchicalCopyAllReduce(5, wire_dtype=wire_dtype)
 
-        def gradient() -> list[tf.Tensor]:
+        def loss(*own: tf.Tensor) -> tf.Tensor:
+            value = tf_internals.per_replica(own)
+            results = ops.batch_reduce(MEAN, [(value, value)])[0].values
+            return tf.add_n([tf.reduce_sum(w * one) for w, one in zip(weights, results)])
+
+        if mode in (EAGER, FUNCTION):
+            own = tu.variables(tf.ones([5]), 3)
+            step = loss if mode == EAGER else tf.function(loss)
             with tf.GradientTape() as tape:
-                tape.watch(own)
-                value = tu.per_replica(own)
-                results = ops.reduce(MEAN, value, value).values
-                losses = [tf.reduce_sum(w * one) for w, one in zip(weights, results, strict=True)]
-            return tape.gradient(losses, own)
-
-        for gradients in gradient(), tf.function(gradient, autograph=False)():
-            self.assertAllClose([np.sum(weights, axis=0) / 3] * 3, gradients, rtol=1e-6)
+                result = step(*own)
+            gradients = tape.gradient(result, own)
+        else:
+            with tf.Graph().as_default(), tf.compat.v1.Session() as session:
+                own = [tu.place(tf.ones([5]), device) for device in tu.device_names(3)]
+                gradients = session.run(tf.gradients(loss(*own), own))
+        self.assertAllClose([np.sum(weights, axis=0) / 3] * 3, gradients, rtol=1e-6)
+        if mode == FUNCTION:
+            graph = weakref.ref(step.get_concrete_function(*own).graph)
+            del step, tape, result
+            gc.collect()
+            self.assertIsNone(graph())
 
     @parameterized.named_parameters(*SETTINGS.items())
     def test_every_op_has_its_device(self, make):

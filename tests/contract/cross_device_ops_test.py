@@ -98,6 +98,7 @@ class ConstructorTest(parameterized.TestCase):
             calls.append(("require_nccl must .*which does not use NCCL", make, arguments))
         for value in ("nonsense", "", 3, ["/cpu:0"]):
             calls.append(("reduce_to_device", one_device, {"reduce_to_device": value}))
+        calls.append(("nccl must be True or False; got 'no'", tfcdo.AutoAllReduce, {"nccl": "no"}))
         for value in (3, "add_n"):
             calls.append(("accumulation_fn", one_device, {"accumulation_fn": value}))
         for message, cls, arguments in calls:

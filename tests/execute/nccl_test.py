@@ -232,13 +232,11 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         outer = function(lambda: one(*[double(x) for x in own]))
         self.assertAllEqual([[20.0]] * K, outer())
 
-    @parameterized.parameters(EAGER, FUNCTION)
-    def test_six_threads(self, mode):
+    def test_six_threads(self):
         shared = function(one)
 
         def work(thread: int) -> None:
-            step = one if mode == EAGER else function(one)
-            for turn in range(4):
+            for turn, step in enumerate((one, function(one)) * 2):
                 own = [
                     tf.fill([5], float(thread * 1000 + turn + rank)) for rank in range(2 + thread)
                 ]
@@ -308,21 +306,6 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
         expected = scale * (squares * np.sum(squares) + total * 6 * self.X)
         self.assertAllClose(expected[:, None], second, rtol=1e-12)
 
-    def test_graphs_end_with_their_functions(self):
-        def gradients() -> Any:
-            own = ranks()
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                losses = one(*own)
-            return tape.gradient(losses, own)
-
-        traced = function(gradients)
-        self.assertAllEqual(np.full([K, 1], float(K)), traced())
-        graph = weakref.ref(traced.get_concrete_function().graph)
-        del traced
-        gc.collect()
-        self.assertIsNone(graph())
-
     @parameterized.parameters((False, True), (True, False))
     def test_tape(self, by_function, traced):
         reduce = function(one) if by_function else one
@@ -339,7 +322,13 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
 
         step = function(body) if traced else body
         for _ in range(3):
-            self.check(*step([tf.constant([x], tf.float64) for x in self.X]))
+            own = [tf.constant([x], tf.float64) for x in self.X]
+            self.check(*step(own))
+        if traced:  # The graph ends with its function.
+            graph = weakref.ref(step.get_concrete_function(own).graph)
+            del step
+            gc.collect()
+            self.assertIsNone(graph())
 
     def test_tf_gradients(self):
         """In a function, and in a session; one alone, too, of whose pack nobody asks the others."""
@@ -413,20 +402,17 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllLessEqual(np.abs(tu.exact(result.value) - tu.oracle(op, arrays)) - bound, 0)
         self.assertNotAllEqual(tu.oracle(op, arrays), tu.exact(result.value))
 
-    def test_all_devices_have_one_scale_and_nothing_overflows(self):
+    def test_sums_have_16_bits_and_one_scale_and_nothing_overflows(self):
         values = [np.array([rank * 6e4, np.nan, -6e4, np.inf], np.float32) for rank in range(4)]
-        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(values)], FUNCTION)
+        step = function(lambda: all_reduce(self.make(), values)[0])
         expected = [36e4, np.nan, -24e4, np.inf]
-        np.testing.assert_allclose(result.value, expected, rtol=4 * ROUNDOFF)
-
-    def test_only_16_bits_are_all_reduced(self):
-        value, ops = tu.per_replica([tf.ones([64])] * 3), self.make()
+        np.testing.assert_allclose(step()[0], expected, rtol=4 * ROUNDOFF)
         kinds = {
-            (op.get_attr("reduction"), op.get_attr("T"))
-            for op in tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)]))
-            if op.type == "NcclAllReduce"
+            (nodes[0].attr["reduction"].s, nodes[0].attr["T"].type)
+            for nodes in packs_of(step.get_concrete_function().graph).values()
         }
-        self.assertEqual({(b"sum", tf.float16), (b"max", tf.float32)}, kinds)
+        sent = {(b"sum", tf.float16.as_datatype_enum), (b"max", tf.float32.as_datatype_enum)}
+        self.assertEqual(sent, kinds)
 
     def test_error_feedback_hands_on_what_casts_lose(self):
         # Additions round nothing of 2 and 1 + tiny: only the cast loses tiny.
