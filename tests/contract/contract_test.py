@@ -361,19 +361,15 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for own in zip(*runs, strict=True):
             self.assert_bitwise_equal([component for result in own for component in result.values])
 
-    def arrays(self, count: int, seed: int) -> list[list[np.ndarray]]:
-        """Several values: one array per replica of each."""
-        return [
-            [tu.numbers(shape, tf.float32, seed + 100 * index + rank) for rank in range(count)]
-            for index, shape in enumerate(((), (0,), (40, 5)))
-        ]
-
     def test_six_threads_share_one_instance(self):
         ops = make_ops()
 
         def work(thread: int) -> None:
             for step, mode in enumerate((FUNCTION, EAGER)):
-                arrays = self.arrays(2 + thread, 1000 * thread + step)
+                arrays = [
+                    [tu.numbers(shape, tf.float32, 99 * step + rank) for rank in range(2 + thread)]
+                    for shape in ((), (0,), (40, 5))
+                ]
                 results = tu.all_reduce(ops, SUM, list(map(tu.per_replica, arrays)), mode)
                 for result, own in zip(results, arrays, strict=True):
                     np.testing.assert_array_equal(tu.oracle(SUM, own), result.value)
@@ -382,8 +378,8 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     def test_plans_are_computed_once(self):
         ops, computed = make_ops(), set()
-        for seed in range(3):
-            tu.all_reduce(ops, SUM, list(map(tu.per_replica, self.arrays(7, seed))))
+        for number in range(3):
+            tu.all_reduce(ops, SUM, [tu.per_replica([tf.fill([9], number)] * 7)])
             computed.add(decide.decide.cache_info().misses)
         self.assertLen(computed, 1)
 

@@ -120,20 +120,6 @@ class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllClose([3 * float(np.float32(gradient)) - first] * 4, rest, rtol=0.01)
 
 
-class StrategyTest(tf.test.TestCase, parameterized.TestCase):
-    def test_an_argument_that_all_replicas_share_is_not_rounded(self):
-        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), make_ops())
-
-        def replica(value: tf.Tensor) -> tf.Tensor:
-            return tf.distribute.get_replica_context().all_reduce(SUM, [value])[0]
-
-        @tf.function
-        def step(value: tf.Tensor) -> Any:
-            return strategy.experimental_local_results(strategy.run(replica, (value,)))
-
-        self.assertAllClose([[3 * ROUNDED] * 4] * 3, step(tf.fill([4], ROUNDED)), rtol=1e-6)
-
-
 class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("eager, made before", "function", "function made again")
     def test_training_goes_on_bit_for_bit(self, kind):
@@ -164,7 +150,19 @@ class CheckpointTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual([1.0] * 5, train(ops).step(1.0))
 
 
-class RefusedTest(tf.test.TestCase):
+class ScopeTest(tf.test.TestCase):
+    def test_an_argument_that_all_replicas_share_is_not_rounded(self):
+        strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), make_ops())
+
+        def replica(value: tf.Tensor) -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce(SUM, [value])[0]
+
+        @tf.function
+        def step(value: tf.Tensor) -> Any:
+            return strategy.experimental_local_results(strategy.run(replica, (value,)))
+
+        self.assertAllClose([[3 * ROUNDED] * 4] * 3, step(tf.fill([4], ROUNDED)), rtol=1e-6)
+
     def test_eager_calls_of_ever_new_shapes(self):
         ops = make_ops()
         values = [tu.per_replica([np.ones(size, np.float32)] * 2) for size in (2, 3, 4)]
@@ -176,25 +174,21 @@ class RefusedTest(tf.test.TestCase):
             # Functions have their own.
             tu.all_reduce(ops, SUM, [values[2]], tu.FUNCTION)
 
-    def test_what_is_not_known_while_tracing(self):
+    def test_where_there_is_none(self):
         ops = make_ops()
-        value = tu.per_replica([[1.0, 2.0]] * 2)
+
+        def reduce(*sizes: Any) -> Any:
+            value = tu.per_replica([tf.ones(sizes)] * 2)
+            return tu.all_reduce(ops, SUM, [value])[0].values
+
         with self.assertRaisesRegex(ValueError, "whose devices are known"):
-            tu.all_reduce(ops, SUM, [value], tu.ARGUMENTS)
-
-        @tf.function
-        def reduce(size: tf.Tensor) -> Any:
-            value = tu.per_replica([tf.ones([size])] * 2)
-            return ops.batch_reduce(SUM, [(value, value)])[0].values
-
+            tu.all_reduce(ops, SUM, [tu.per_replica([[1.0, 2.0]] * 2)], tu.ARGUMENTS)
         with self.assertRaisesRegex(ValueError, r"whose shapes are known .*got float32\[\?"):
-            reduce(tf.constant(3))
-
-    def test_graphs_of_tensorflow_1(self):
-        with tf.Graph().as_default():
-            value = tu.per_replica([tf.ones([2]), tf.ones([2])])
-            with self.assertRaisesRegex(ValueError, "needs TensorFlow 2"):
-                make_ops().batch_reduce(SUM, [(value, value)])
+            tf.function(reduce)(tf.constant(3))
+        with self.assertRaisesRegex(ValueError, "needs TensorFlow 2"), tf.Graph().as_default():
+            reduce(2)
+        with self.assertRaisesRegex(ValueError, "error_feedback must be True"):
+            make_ops(error_feedback=False).reset_error_feedback()
 
 
 class OwnersTest(tf.test.TestCase, parameterized.TestCase):
@@ -344,8 +338,6 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         training.ops.reset_error_feedback()
         for _ in range(4):
             self.assertAllEqual([3.0] * 4, training.step(1.0))
-        with self.assertRaisesRegex(ValueError, "error_feedback must be True"):
-            make_ops(error_feedback=False).reset_error_feedback()
 
 
 if __name__ == "__main__":
