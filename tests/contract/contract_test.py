@@ -142,12 +142,10 @@ def by_copies(count: int) -> Any:
     )
 
 
-def by_nccl(count: int) -> Any:
+def by_nccl(_: int) -> Any:
     """Draws ops that take NCCL for what it adds, and copy trees for the rest."""
-    del count
-    small = (st.sampled_from([0, 50]), st.sampled_from([2, 10]))
-    packs = st.sampled_from([0, 0, 1, 3])
-    return st.builds(tfcdo.AllReduceCrossDeviceOps, st.just("nccl"), packs, *small, **SPARSE)
+    numbers = map(st.sampled_from, ([0, 0, 1, 3], [0, 50], [2, 10]))
+    return st.builds(tfcdo.AllReduceCrossDeviceOps, st.just("nccl"), *numbers, **SPARSE)
 
 
 OPTIONS = st.sampled_from([0, 0, 0, 8, 50]).map(
@@ -415,8 +413,7 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.named_parameters(*SETTINGS.items())
     def test_every_op_has_its_device(self, make):
-        value = tu.per_replica([tf.ones([8], tf.int32)] * 3)
-        ops = make()
+        value, ops = tu.per_replica([tf.ones([8], tf.int32)] * 3), make()
         traced = tu.traced_ops(lambda: ops.reduce(MEAN, value, value).values)
         self.assertContainsSubset(["AddN", "RealDiv"], [op.type for op in traced])
         casts = [op.device for op in traced if op.type == "Cast" and len(op.outputs[0].shape) == 1]
