@@ -107,7 +107,7 @@ class RowsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
         self.assertAllEqual([7, -1, 0, 0, 0], indices_of([7, -1, 0, 0, 0], False))
         self.assertAllEqual([-1, 7], indices_of([7, -1], True))
-        self.assertAllEqual([0], indices_of([-1, -1, 0, 0, 0], True))
+        self.assertAllEqual([0], indices_of([-1, -1, -1, -1, 0], True))
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "is out of range"):
             indices_of([7, -1, 0, 0, 0], True)
 
