@@ -396,7 +396,7 @@ class InstancesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
         if mode in (EAGER, FUNCTION):
             own = tu.variables(tf.ones([5]), 3)
-            step = loss if mode == EAGER else tf.function(loss)
+            step: Any = loss if mode == EAGER else tf.function(loss)
             with tf.GradientTape() as tape:
                 result = step(*own)
             gradients = tape.gradient(result, own)

@@ -84,6 +84,7 @@ class ConstructorTest(parameterized.TestCase):
         counts = [(cls, "num_packs") for cls in ALL_REDUCES]
         counts += [(make, "agg_small_grads_max_bytes"), (make, "agg_small_grads_max_group")]
         calls: list[tuple[str, Any, dict[str, Any]]] = []
+        value: Any
         for value in (True, 1.0, "1", [1], np.float64(3.0), -1):
             for cls, name in counts:
                 calls.append((f"{name}.*{re.escape(repr(value))}", cls, {name: value}))
@@ -150,7 +151,7 @@ class OneDeviceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         value = tu.per_replica([1.0, 2.0])
         rows = tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0]))
         for result in (3.0, rows, tf.ragged.constant([[1.0]])):
-            ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _, result=result: result)
+            ops = tfcdo.ReductionToOneDevice(accumulation_fn=lambda _, result=result: result)  # type: ignore[misc]
             with self.assertRaisesRegex(TypeError, "accumulation_fn must return a tensor; it ret"):
                 ops.reduce(SUM, value, value)
 

@@ -218,9 +218,12 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_function_of_the_same_variables_goes_on(self, kind):
         ops = make_ops()
         training = Training(ops)
-        numbers, made = iter(range(100)), []
+        numbers = iter(range(100))
+        made: list[tf.Variable] = []
+        counters = [tf.Variable(0, trainable=False) for _ in range(9)]
 
-        def reduce(_: int = 0) -> Any:
+        def reduce(number: int = 0) -> Any:
+            counters[number].read_value()  # Only those that are trained tell functions apart.
             if kind == "making variables" and not made:
                 made.extend([tf.Variable(1.0), tf.Variable(0.0, trainable=False)])
             return [total * made[0] for total in training.reduce()] if made else training.reduce()

@@ -239,7 +239,7 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
                 total = tf.add_n(first)
             return first, outer.gradient(total, own)
 
-        step = function(body) if traced else body
+        step: Any = function(body) if traced else body
         for _ in range(3):
             own = [tf.constant([x], tf.float64) for x in self.X]
             self.check(*step(own))
@@ -353,12 +353,12 @@ class AutoTest(tf.test.TestCase):
         decide.decide.cache_clear()  # What was planned before is not logged again.
 
     def check(self, ops: Any, sizes: Sequence[int], takes: bool, said: str) -> None:
-        """Asserts whether NCCL takes values of so many floats, and what is logged, once."""
+        """Asserts whether NCCL takes values of so many floats, in one pack, and what is logged."""
         log.info_once.cache_clear()
         with self.assertLogs("absl", "INFO") as logs:
             told = ops.explain([(size,) for size in sizes], devices=tu.device_names(K))
             log.info_once("end")
-        self.assertEqual(takes, told.algorithm == "NCCL")
+        self.assertEqual(takes, [pack.tree for pack in told.packs] == [None])
         logged = " ".join(record.getMessage() for record in logs.records)
         self.assertRegex(logged, said)
         if "has no measurement" in logged:
@@ -383,7 +383,7 @@ class AutoTest(tf.test.TestCase):
             measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
         found = measurement.read(self.folder / "mine.json")
         self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
-        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
+        self.assertTrue(all(seconds > 0 for _, seconds in found.nccl))
 
     def test_a_measurement_that_is_passed_decides_by_size(self):
         name = detection.name_of_measured(tu.device_names(K))
