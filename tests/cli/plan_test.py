@@ -115,20 +115,6 @@ class PlanTest(CommandTestCase):
             self.assertIn(chosen, bold)
             self.assertEqual(self.output_of(*arguments), self.output_of(*arguments[:-2]))
 
-    def test_each_schedule_is_simulated_once(self):
-        machine = preset("nvswitch", 3)
-        # Packed trees that are searched for are simulated, too.
-        algorithms.make_plan("packed_trees", machine, 10**6)
-        evaluated = simulator.robust_seconds
-        with (
-            mock.patch.object(algorithms, "fastest_algorithm", return_value="ring"),
-            mock.patch.object(simulator, "robust_seconds", wraps=evaluated) as robust_seconds,
-        ):
-            self.output_of("plan", "-t", "nvswitch:3", "-b", "1MB", "-a", "ring")
-        simulated = [call.args[0].trees for call in robust_seconds.call_args_list]
-        self.assertIn(algorithms.make_plan("ring", machine, 10**6).trees, simulated)
-        self.assertLen(simulated, len(algorithms.ALGORITHMS) - 1)
-
     def test_across_hosts(self):
         output = self.output_of(
             "plan",
@@ -146,15 +132,10 @@ class PlanTest(CommandTestCase):
 
 class WrongTest(CommandTestCase):
     @parameterized.parameters(
-        ("--topology",),
         ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
         ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
-        ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
-        ("'dgx1:many' is neither", "-t", "dgx1:many"),
-        ("'100X' is not a number of bytes", "-t", "dgx1", "-b", "100X"),
         ("'0' is not a number of bytes", "-t", "dgx1", "-b", "0"),
-        ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
         ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
         ("at most 128 devices.*'pcie' has 129", "-t", "pcie:129"),
         ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
@@ -162,7 +143,6 @@ class WrongTest(CommandTestCase):
         ("'.*/a.png' is a folder", "-t", "dgx1", "--draw", "{folder}/a.png"),
         ("--hosts", "-t", "dgx1", "--hosts", "1025"),
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
-        ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
         ("--save and --draw are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
         ("--draw are for one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         # Before this machine is measured.
