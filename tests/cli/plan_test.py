@@ -74,8 +74,7 @@ class PlanTest(CommandTestCase):
     def test_one_device_needs_nothing(self):
         output = self.output_of("plan", "--topology", "nvswitch:1", "-b", "1KB")
         self.assertIn("All-reduce of 1.00 kB on the only device of nvswitch", output)
-        row = rows_of_table(output)["ring"]
-        self.assertEqual(row, ["1", "none", "0 B", "0 s", "0 s", "-"])
+        self.assertEqual(rows_of_table(output)["ring"], ["1", "none", "0 B", "0 s", "0 s", "-"])
 
     def test_a_machine_from_a_table(self):
         saved = self.folder / "topo.txt"
@@ -159,7 +158,6 @@ class WrongTest(CommandTestCase):
 
     @parameterized.parameters(
         (b"", "file: no table of `nvidia-smi topo -m`"),
-        (b"     GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "line 2: row GPU0, column GPU1: .* got WAT"),
         (b'{"name": ', "file: .*JSON"),
         (b"\n[1]", "file: not a topology"),
         (b"\xff\xfe\x00\x01", "file: expected text"),
@@ -208,8 +206,7 @@ class SavedTest(CommandTestCase):
         arguments += ["--num-packs", str(num_packs)] if num_packs else []
         self.assertIn(f" in {path}\n", self.output_of("plan", *arguments))
         found = Evaluation.read(path)
-        self.assertEqual(found.topology, machine)
-        self.assertEqual(found.algorithm, algorithm)
+        self.assertEqual((found.topology, found.algorithm), (machine, algorithm))
         wanted = algorithms.make_plan(found.resolved, machine, 10**7, num_packs)
         for one, other in zip(found.plan.packs, wanted.packs, strict=True):
             self.assertEqual((one.tree, one.after), (other.tree, other.after))
@@ -220,8 +217,6 @@ class SavedTest(CommandTestCase):
         self.assertGreaterEqual(found.seconds, found.bound)
         ordered = simulator.simulate(found.plan, machine).seconds
         self.assertAlmostEqual(found.ordered_seconds, ordered)
-        origin = "packed trees for pcie" if found.resolved == "packed_trees" else "own trees"
-        self.assertIn(origin, found.origin)
 
     def test_windows_are_saved(self):
         machine = preset("pcie", 2)

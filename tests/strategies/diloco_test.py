@@ -196,39 +196,34 @@ class _Host:
         self._gradients.clear()
 
 
-class _Outer:
-    """SGD(0.7, momentum=0.9, nesterov=True)."""
-
-    def __init__(self, parameters):
-        self.common = [one.astype(np.float64) for one in parameters]
-        self._velocity = [np.zeros_like(one) for one in self.common]
-
-    def update(self, at, of_hosts, examples):
-        gradient = self.common[at] - np.average(of_hosts, axis=0, weights=examples)
-        self._velocity[at] = 0.9 * self._velocity[at] - 0.7 * gradient
-        self.common[at] = self.common[at] + 0.9 * self._velocity[at] - 0.7 * gradient
-
-
 def _simulate(every, fragments=(0, 0), accumulated=1):
-    """Returns what all hosts have after the first epoch, and at the end."""
-    start = model_with("sgd").get_weights()
-    hosts, outer = [_Host(start, accumulated) for _ in range(2)], _Outer(start)
+    """Returns what all hosts have after the first epoch, and at the end.
+
+    The outer optimizer is SGD(0.7, momentum=0.9, nesterov=True).
+    """
+    common = [one.astype(np.float64) for one in model_with("sgd").get_weights()]
+    velocity = [np.zeros_like(one) for one in common]
+    hosts = [_Host(common, accumulated) for _ in range(2)]
     inputs, targets = data()
     count, period = max(fragments) + 1, every * accumulated
     last = [0] * count  # The step of each fragment's last exchange.
     examples = np.zeros([count, 2])  # Of each host, since a fragment's last exchange.
 
+    def state():
+        return [host.values[:] for host in hosts], examples.copy()
+
     def exchange(fragment, begun, counted):
         """Exchanges the parameters with which the last step began; what it changed is kept."""
-        for at, own in enumerate(fragments):
-            if own == fragment:
-                outer.update(at, [value[at] for value in begun], counted[fragment])
-                for host, before in zip(hosts, begun, strict=True):
-                    host.values[at] = outer.common[at] + (host.values[at] - before[at])
+        for at in np.flatnonzero(np.equal(fragments, fragment)):
+            mean = np.average([value[at] for value in begun], axis=0, weights=counted[fragment])
+            velocity[at] = 0.9 * velocity[at] - 0.7 * (common[at] - mean)
+            common[at] = common[at] + 0.9 * velocity[at] - 0.7 * (common[at] - mean)
+            for host, before in zip(hosts, begun, strict=True):
+                host.values[at] = common[at] + (host.values[at] - before[at])
         examples[fragment] -= counted[fragment]
 
     for done in range(1, EPOCHS * STEPS + 1):
-        begun, counted = [host.values[:] for host in hosts], examples.copy()
+        before = state()
         first = (done - 1) % STEPS * BATCH
         parts = np.array_split(np.arange(first, min(first + BATCH, EXAMPLES)), 4)  # Of replicas.
         for index, host in enumerate(hosts):
@@ -239,16 +234,14 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
             # Fragments are exchanged while the next step is computed.
             at = done - (fragment + 1) * period // count - (count > 1)
             if at % period == 0 and (count == 1 or done > 1):
-                if count == 1:
-                    begun, counted = [host.values[:] for host in hosts], examples.copy()
-                exchange(fragment, begun, counted)
+                exchange(fragment, *(state() if count == 1 else before))
                 last[fragment] = done - (count > 1)
         if done == STEPS:
-            after_epoch = outer.common[:]
+            after_epoch = common[:]
     for fragment in range(count):
         if last[fragment] < done:
-            exchange(fragment, [host.values[:] for host in hosts], examples.copy())
-    return after_epoch, outer.common
+            exchange(fragment, *state())
+    return after_epoch, common
 
 
 class DiLoCoTest(tf.test.TestCase):
