@@ -142,14 +142,10 @@ class OptionsTest(parameterized.TestCase):
                 for option in parameter.opts:
                     if len(option) == 2:
                         meanings.setdefault(option, set()).add(max(parameter.opts, key=len))
-        # The first ones are nccl-tests' letters.
-        single = "-e --maxbytes -f --stepfactor -n --iters -w --warmup -d --datatype -J --json"
-        single += " -t --topology -a --algorithm -m --module -o --output"
-        words = single.split()
-        expected = {letter: {word} for letter, word in zip(words[::2], words[1::2])}
-        expected["-b"] = {"--bytes", "--minbytes"}
-        expected["-g"] = {"--devices", "--devices-per-worker"}
-        self.assertEqual(meanings, expected)
+        several = {letter for letter, words in meanings.items() if len(words) > 1}
+        self.assertEqual(several, {"-b", "-g"})
+        self.assertEqual(meanings["-b"], {"--bytes", "--minbytes"})
+        self.assertEqual(meanings["-g"], {"--devices", "--devices-per-worker"})
 
 
 class QuietStartTest(absltest.TestCase):

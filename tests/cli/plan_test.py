@@ -141,7 +141,6 @@ class WrongTest(CommandTestCase):
         ("--hosts", "-t", "dgx1", "--hosts", "1025"),
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
         ("--save and --draw are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
-        ("--draw are for one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         # Before this machine is measured.
         ("--exchange needs --hosts", "-t", "here", "--exchange", "bfloat16"),
         ("--network .*needs --hosts", "-t", "here", "--network", "12.5G"),
