@@ -106,8 +106,10 @@ class StepTest(tf.test.TestCase):
 
     def test_each_implementation_is_correct_unless_it_needs_nccl(self):
         chosen, by_nccl = choose_devices(2), []
-        names = ("tf.distribute.ReductionToOneDevice()", "tfcdo.NcclAllReduce(num_packs=2)")
-        names += ("tfcdo.AllReduceCrossDeviceOps", "tfcdo.AllReduceCrossDeviceOps('ring')")
+        names = (
+            *("tf.distribute.ReductionToOneDevice()", "tfcdo.NcclAllReduce(num_packs=2)"),
+            *("tfcdo.AllReduceCrossDeviceOps", "tfcdo.AllReduceCrossDeviceOps('ring')"),
+        )
         for one in (*measure.parse("all"), *map(_implementation, names)):
             if reason := one.reason_not_to_run(chosen.names, "float32"):
                 self.assertIn("no NcclAllReduce kernel is registered for CPU", reason)

@@ -105,7 +105,7 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
     """
     given = [np.random.default_rng(r).normal(size=1001).astype(np.float32) for r in range(4)]
     if strategy is None:
-        return {"replica_sums": np.sum([given], 1, np.float64)}
+        return {"replica_sums": np.stack([np.sum(given, 0, np.float64)])}
     extended = strategy.extended
     ops = extended._cross_device_ops
     between = dataclasses.replace(ops._options.between, flat=True)
