@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo import strategies
+from tfcdo import strategies, tf_internals
 from tfcdo.cluster import session
 from tfcdo.doctor import blackbox
 
@@ -43,6 +43,11 @@ def _break(fault: str, here: bool) -> None:
         settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce()
     if fault == "absent" and here:
         return
+    if fault == "ends early":  # It has met the others; TensorFlow's servers have not started.
+        mock.patch.object(strategies, "_SERVER_START_SECONDS", 3.0).start()
+        if here:
+            leave: Any = lambda **_: os._exit(0)  # noqa: E731
+            mock.patch.object(tf_internals, "configure_coordination", leave).start()
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=2, **settings)
     with strategy.scope():
         variable = tf.Variable(tf.zeros([32]))
@@ -147,6 +152,7 @@ _FAULTS = {
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
     "ends": _HOST_1 + " has come to the end of its program before others: all hosts must make",
+    "ends early": "DeadlineExceededError: .*/job:worker/replica:0/task:1",
     "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
 }
 

@@ -16,21 +16,8 @@ from unittest import mock
 import faults
 import nightly
 import psutil
-import warm_python
 from absl.testing import absltest, parameterized
 
-from tfcdo.launch import cluster
-
-# A host that comes to the rendezvous and ends before TensorFlow's server has started, and one that
-# is left alone with a server that has.
-_ENDS_EARLY = """
-import os, sys, tfcdo
-from tfcdo import strategies, tf_internals
-strategies._SERVER_START_SECONDS = 3.0
-if sys.argv[1] == "ends":
-    tf_internals.configure_coordination = lambda **_: os._exit(0)
-tfcdo.MultiWorkerMirroredStrategy()
-"""
 # Ends with the number of the error.
 _CONNECT = """
 import socket, sys
@@ -98,28 +85,6 @@ class FaultsTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(faults, "undisturbed", _undisturbed))
         self.enter_context(mock.patch.dict(os.environ, WRONG=wrong))
         self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
-
-    def test_a_host_that_ends_while_the_servers_start(self):
-        no_gpus = mock.patch.dict(os.environ, CUDA_VISIBLE_DEVICES="")
-        with no_gpus, cluster.reserved_ports(2) as addresses:
-            processes = [
-                subprocess.Popen(
-                    [warm_python.executable(), "-c", _ENDS_EARLY, what],
-                    env={**os.environ, "TF_CONFIG": cluster.tf_config(addresses, host)},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for host, what in enumerate(("stays", "ends"))
-            ]
-            try:
-                _, error = processes[0].communicate(timeout=faults.LIMIT_SECONDS)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.communicate()
-        self.assertEqual(processes[0].returncode, 1)
-        self.assertIn("DeadlineExceededError", error)
-        self.assertIn("/job:worker/replica:0/task:1", error)
 
 
 class CasesTest(absltest.TestCase):
