@@ -113,7 +113,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("-b", "1K", "-e", "8"), "--minbytes must be at most --maxbytes; got 1024 and 8 bytes"),
         (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
         (("--json", "out.txt"), "does not end in .json"),
-        (("workers", "1"), "'NUMBER': expected a number from 2 to 16; got '1'"),
+        (("workers", "1"), "a number from 2 to 16; got '1'; see tfcdo bench workers --help"),
         (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
         (("--workers", "2", "-g", "1", "--rate", "1gbit"), "; see tfcdo bench --help"),
         (("workers", "2", "-b", "8"), "No such option"),

@@ -46,7 +46,6 @@ class CommandTest(cli_testing.CommandTestCase):
     @parameterized.parameters(
         (("no-such-command",), "'no-such-command': there are doctor"),
         (("--no-such-option",), "; see tfcdo --help"),
-        (("bench", "workers", "1"), "; see tfcdo bench workers --help"),
         (("doctor", "x"), "files require --blackbox; see tfcdo doctor --help"),
         (("plan",), "--topology names the machine: dgx1, dgx1_p100, "),
         (("doctor", "--devices", "many"), "--devices"),

@@ -82,9 +82,6 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         with begin as gather, self.assertRaisesRegex(RuntimeError, "cross-replica context"):
             self.strategy.run(lambda: self.strategy.gather([tf.ones([1])], 0))
         gather.assert_not_called()
-        with self.assertRaisesRegex(ValueError, "IndexedSlices"):
-            rows = tu.per_replica([tf.IndexedSlices(tf.ones([1]), tf.constant([0]))] * 3)
-            self.strategy.gather({"rows": rows}, 0)
 
     @parameterized.parameters(
         ("auto", None, True, True, None),
