@@ -91,7 +91,6 @@ class CasesTest(absltest.TestCase):
     def test_drawn_cases(self):
         cases = faults.draw_cases()
         self.assertEqual(cases[:10], faults.draw_cases(10))
-        self.assertNotEqual(cases, faults.draw_cases(200, 8))
         kinds = collections.Counter(case.kind for case in cases)
         self.assertEqual(kinds, {kind: 10 * times for kind, (times, _) in faults.KINDS.items()})
         self.assertEqual({case.moment for case in cases}, {*faults.MOMENTS})
