@@ -1,6 +1,8 @@
 from __future__ import annotations
 
 import contextlib
+import os
+import signal
 import sys
 import time
 
@@ -11,12 +13,11 @@ from absl.testing import absltest
 from tfcdo.bench import worker_pool
 
 _WORKER = """
-import os, time
+import os
 from tfcdo.bench import worker_pool
 
 class Served:
-    def twice(self, number, sleep=0, end=None):
-        time.sleep(sleep)
+    def twice(self, number, end=None):
         if end == os.environ["NAME"]:
             raise SystemExit("no more")
         print("noise")
@@ -47,8 +48,9 @@ class WorkerPoolTest(absltest.TestCase):
             with self.assertRaisesRegex(worker_pool.WorkerError, "^AttributeError: .*'thrice'"):
                 pool.call("thrice", 60)
             (answer,) = pool.call("twice", 60, number=1)
+            os.kill(answer["pid"], signal.SIGSTOP)
             with self.assertRaisesRegex(worker_pool.WorkerError, "worker 0 did not answer in time"):
-                pool.call("twice", 0.2, number=1, sleep=600)
+                pool.call("twice", 0.2, number=1)
         self.assertFalse(psutil.pid_exists(answer["pid"]))
 
     def test_workers_end_with_the_process_that_started_them(self):
