@@ -14,21 +14,8 @@ from unittest import mock
 
 import faults
 import nightly
-import warm_python
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster.config import reserved_ports, tf_config
-
-# A host that comes to the rendezvous and ends before TensorFlow's server has started, and one that
-# is left alone with a server that has.
-_ENDS_EARLY = """
-import os, sys, tfcdo
-from tfcdo import strategies, tf_internals
-strategies._SERVER_START_SECONDS = 3.0
-if sys.argv[1] == "ends":
-    tf_internals.configure_coordination = lambda **_: os._exit(0)
-tfcdo.MultiWorkerMirroredStrategy()
-"""
 # Ends with the number of the error.
 _CONNECT = """
 import socket, sys
@@ -68,18 +55,16 @@ _undisturbed = functools.cache(faults.undisturbed.__wrapped__)  # Of these hosts
 class FaultsTest(parameterized.TestCase):
     def check(self, case: faults.Case, runs: int, problem: str = "") -> None:
         outcome = faults.run_case(case)
-        self.assertEqual(outcome.problem, problem)
-        self.assertEqual(outcome.runs, runs)
+        self.assertEqual((outcome.problem, outcome.runs), (problem, runs))
         if not problem:
             self.assertEqual(outcome.from_hosts, 0.0)
             self.assertBetween(outcome.repeated, *((1, 30) if case.step and runs == 2 else (0, 0)))
             self.assertBetween(outcome.useful, 0.0, 1.0)
 
     def test_ends_with_the_same_weights(self):
-        # The chief waits for one that stops before the first collective, where TensorFlow raises
-        # nothing.
         for case in nightly.cases(
             faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),
+            # The chief waits for it before the first collective, where TensorFlow raises nothing.
             faults.Case("stop", "first step", 2, victims=(1,)),
         ):
             self.check(case, 2)
@@ -99,43 +84,14 @@ class FaultsTest(parameterized.TestCase):
         self.enter_context(mock.patch.dict(os.environ, WRONG=wrong))
         self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
 
-    def test_a_host_that_ends_while_the_servers_start(self):
-        with reserved_ports(2) as addresses:
-            processes = [
-                subprocess.Popen(
-                    [warm_python.executable(), "-c", _ENDS_EARLY, what],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": config},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for what, config in (
-                    ("stays", tf_config(addresses, 0)),
-                    ("ends", tf_config(addresses, 1)),
-                )
-            ]
-            try:
-                _, error = processes[0].communicate(timeout=faults.LIMIT_SECONDS)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.communicate()
-        self.assertEqual(processes[0].returncode, 1)
-        self.assertIn("DeadlineExceededError", error)
-        self.assertIn("/job:worker/replica:0/task:1", error)
-
 
 class CasesTest(absltest.TestCase):
     def test_drawn_cases(self):
         cases = faults.draw_cases()
-        self.assertEqual(cases, faults.draw_cases(200, faults.SEED))
         self.assertEqual(cases[:10], faults.draw_cases(10))
-        self.assertNotEqual(cases, faults.draw_cases(200, 8))
         kinds = collections.Counter(case.kind for case in cases)
         self.assertEqual(kinds, {kind: 10 * times for kind, (times, _) in faults.KINDS.items()})
-        self.assertEqual({case.hosts for case in cases}, {2, 3, 4})
         self.assertEqual({case.moment for case in cases}, {*faults.MOMENTS})
-        cuts = {case.seconds for case in cases if case.kind == "cut"}
-        self.assertEqual(cuts, {*faults.CUT_SECONDS})
         for case in cases:
             if case.kind.startswith("kill"):
                 self.assertEqual(0 in case.victims, case.kind != "kill worker")
