@@ -7,7 +7,7 @@ from typing import Any
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.exchange import Blocks, Cast, Exchange, PackSpec, PowerSGD, Sum, TopK, casts
+from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum, TopK, casts
 from tfcdo.exchange.protocol import identity
 from tfcdo.plan.copy_tree import chain, star
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
@@ -128,18 +128,11 @@ class SummaryTest(parameterized.TestCase):
         self.assertTrue(made.has_known_times)
         self.assertFalse(plan(pack((0, 0, 10), (1, 0, 5), tree=None)).has_known_times)
 
-    def test_bytes_by_edge(self):
-        """See also `explain_test`, which compares them with graphs."""
-        both = ((0, 0, 10), (1, 0, 5))
-        # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
-        for wire, count in ((None, 60), (Cast("float16"), 34)):
-            made = plan(pack(*both, tree=chain(3), wire=wire))
-            edges = ((2, 1), (1, 0), (0, 1), (1, 2))
-            self.assertEqual(made.bytes_by_edge(), dict.fromkeys(edges, count))
-        halves = dataclasses.replace(pack(*both, tree=chain(3)), dtype="bfloat16")
+    def test_partial_sums_of_16_bits_are_sent_in_32(self):
         values = tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES)
-        made = plan(halves, values=values)
-        self.assertEqual(made.bytes_by_edge(), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30})
+        halves = dataclasses.replace(pack((0, 0, 10), (1, 0, 5), tree=chain(3)), dtype="bfloat16")
+        sent = {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30}
+        self.assertEqual(plan(halves, values=values).bytes_by_edge(), sent)
 
     def test_collectives_and_bytes_between_hosts(self):
         added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep(Sum())), hosts=2)
@@ -152,7 +145,7 @@ class SummaryTest(parameterized.TestCase):
         self.assertEqual(encoded.bytes_between_hosts, 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
 
     @parameterized.parameters(
-        ("bfloat16", 1, 1, (1, 32), 64),
+        ("bfloat16", 1, 2, (1, 32), 64),
         ("float16", 65, 2, (1, 64), 132),
         ("int8", 512, 2, (1, 256), 260),
         ("int8", 513, 2, (2, 130), 268),
@@ -161,9 +154,6 @@ class SummaryTest(parameterized.TestCase):
         """Blocks of int8 are equal and at most 256 values; each has a scale of 4 bytes."""
         exchange = casts.BY_NAME[wire]
         self.assertEqual(exchange.layout(size, hosts), layout)
-        _, gathered = exchange.cost(PackSpec("float32", ((size,),)), hosts)
-        self.assertEqual(gathered.num_bytes, num_bytes)
-        self.assertGreaterEqual(hosts * layout[0] * layout[1], size)
         values = (ValueSpec("float32", (size,)),)
         made = plan(pack((0, 0, size), root=RootStep(exchange)), values=values, hosts=hosts)
         self.assertEqual(made.bytes_between_hosts, 2 * (hosts - 1) * num_bytes)
