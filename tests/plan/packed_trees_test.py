@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import os
-import subprocess
 import sys
+from unittest import mock
 
 import nightly
 import numpy as np
 import plan_testing
+import warm_python
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
 from planner_table import bandwidth_bound
@@ -68,17 +69,11 @@ class SearchTest(plan_testing.PlanTestCase):
     tasks_per_search = 500
 
     def test_another_process_makes_the_same_plan(self):
-        variables = {"PYTHONHASHSEED": "1", "PYTHONPATH": os.pathsep.join(sys.path)}
-        printed = subprocess.run(
-            [sys.executable, "-c", _PRINT_PLAN],
-            env=os.environ | variables,
-            capture_output=True,
-            text=True,
-            check=True,
-            timeout=120,
-        ).stdout
+        path = os.pathsep.join(sys.path)
+        with mock.patch.dict(os.environ, PYTHONHASHSEED="1", PYTHONPATH=path):
+            printed = warm_python.run_cold("-c", _PRINT_PLAN)
         schedule = packed_trees.packed_trees(draw_machine(5, 1), 100 * MB)
-        self.assertEqual(printed.strip(), str(schedule))
+        self.assertEqual(printed.stdout.strip(), str(schedule), printed.stderr)
 
     def test_a_size_class_is_searched_once(self):
         machine = preset("pcie", 3)
