@@ -7,7 +7,6 @@ import json
 import math
 import pathlib
 import random
-import tempfile
 from collections.abc import Callable
 from typing import Any
 
@@ -50,7 +49,6 @@ class JsonTest(parameterized.TestCase):
         self.assertTrue(meet(machine, (0, 1), (1, 0)))
 
     @parameterized.parameters(
-        ("{", "not a JSON text"),
         ("[]", r"not a topology: expected `object` \(fields: format, .*, links\); got \[\]"),
         ("{}", "missing required field `name` .*; got {}"),
         ("[" * 100_000, "nested too deeply"),
@@ -69,6 +67,7 @@ class JsonTest(parameterized.TestCase):
         ("resources.1", "wire", 'resources.1.: .*`object` .fields: name, bandwidth.; got "wire"'),
         ("resources.1.bandwidth", 10**400, "resources.1..bandwidth: .*; got 10{76}[.]{3}$"),
         ("resources.1.bandwidth", math.nan, "bandwidth of '1→0' must be above 0 B/s; got nan"),
+        ("resources.1.bandwidth", 0, "bandwidth of '1→0' must be above 0 B/s; got 0.0"),
         ("links.1.latency", math.inf, "latency of the link 1→0 must be a number of seconds"),
         ("links.1.resources", ["wires"], 'links.1..resources must .*; got "wires"'),
         ("links.1.resources", [["0→1"]], r'links.1..resources.0.: expected `str`; got \["0→1"\]'),
@@ -129,8 +128,9 @@ class FormatsTest(parameterized.TestCase):
     @parameterized.parameters("plan_576c665", "plan_format2")
     def test_plans(self, name):
         found = Evaluation.from_json(_text(name))
-        self.assertEqual(found.algorithm, "hierarchical_copy")
-        self.assertEqual(found.topology, preset("dgx1", 4))
+        self.assertEqual(
+            (found.algorithm, found.topology), ("hierarchical_copy", preset("dgx1", 4))
+        )
         self.assertTrue(0 < found.bound <= found.seconds < math.inf)
 
     @parameterized.parameters(*_READERS)
@@ -146,13 +146,6 @@ class FormatsTest(parameterized.TestCase):
         ):
             with self.assertRaisesRegex(ValueError, message):
                 _READERS[kind](text.replace('"format": 2', f'"format": {given}'))
-
-    def test_each_kind_is_written_with_its_format(self):
-        machine = preset("pcie", 2)
-        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "a.json")
-        measurement.save(measurement.Measured(machine, "2026-01-01"), path)
-        for text in (machine.to_json(), path.read_text(encoding="utf-8")):
-            self.assertEqual(json.loads(text)["format"], serialization.FORMAT)
 
 
 if __name__ == "__main__":
