@@ -142,17 +142,6 @@ class ContentsTest(parameterized.TestCase):
     def test_contents(self, values, how, expected):
         self.assertEqual(expected, contents(pack(values, how)))
 
-    @parameterized.parameters(
-        (1, 20, [4, 4, 4]),
-        (1, 47, [6, 6]),
-        (1, 48, [12]),
-        (5, 48, [2, 2, 3, 2, 3]),
-        (0, 7, [1] * 12),
-    )
-    def test_caps(self, num_packs, most, expected):
-        packs = pack(items((3, 4)), Options(num_packs, bytes_per_pack=most))
-        self.assertEqual(expected, [one.size for one in packs])
-
     def test_dtypes_share_the_packs_of_all_bytes(self):
         values = mixed(("float32", (500,)), ("int64", (100,)), ("float32", (300,)))
         packs = pack(values, Options(None), "ring", 4, "nvswitch")

@@ -14,7 +14,6 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.exchange.protocol import SUM, Collective, Exchange, PackSpec, Sum
 from tfcdo.plan import algorithms, copy_tree, simulator
-from tfcdo.plan.copy_tree import chain
 from tfcdo.plan.plan import Plan, RootStep, in_turn
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -35,20 +34,6 @@ class ReferenceTest(parameterized.TestCase):
     def test_tensorflow_trees_on_a_dgx1(self, num_bytes, num_packs, expected):
         schedule = algorithms.make_plan("hierarchical_copy", DGX1, num_bytes, num_packs)
         self.assertAlmostEqual(seconds_of(schedule, DGX1) / expected, 1, delta=0.01)
-
-    @parameterized.parameters(
-        # A chain of three: two ways up and two down, one after another, 10 us + 1 MB / 25 GB/s.
-        # Adding twice at 10 GB/s takes 100 us each.
-        (chain(3), 200e-6, 400e-6),
-        # A star's root receives both at once, but adds one after another, then sends both at once.
-        (copy_tree.star(3), 100e-6, 300e-6),
-    )
-    def test_by_hand(self, tree, free, adding):
-        machine = preset("fully_connected", 3)
-        schedule = in_turn([MB], [tree])
-        self.assertAlmostEqual(seconds_of(schedule, machine), free, places=12)
-        slow = dataclasses.replace(machine, addition_bandwidth=1e10)
-        self.assertAlmostEqual(seconds_of(schedule, slow), adding, places=12)
 
 
 def plain_simulation(schedule: Plan, topology: Topology) -> float:
@@ -155,12 +140,6 @@ class TimelineTest(plan_testing.PlanTestCase):
         schedule = algorithms.make_plan("ring", DGX1, MB)
         with self.assertRaisesRegex(ValueError, message):
             simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
-
-    def test_nothing_takes_no_time(self):
-        for devices, num_bytes in ((1, MB), (8, 0)):
-            machine = DGX1.subset(range(devices))
-            schedule = algorithms.make_plan("one_device", machine, num_bytes)
-            self.assertEqual(seconds_of(schedule, machine), 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
