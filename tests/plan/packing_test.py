@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -142,14 +141,6 @@ class ContentsTest(parameterized.TestCase):
     def test_contents(self, values, how, expected):
         self.assertEqual(expected, contents(pack(values, how)))
 
-    def test_dtypes_share_the_packs_of_all_bytes(self):
-        values = mixed(("float32", (500,)), ("int64", (100,)), ("float32", (300,)))
-        packs = pack(values, Options(None), "ring", 4, "nvswitch")
-        # Four packs of 1000 bytes, the last of which has the end of the floats, and all integers.
-        floats = [[(0, 0, 250)], [(0, 250, 500)], [(2, 0, 250)], [(2, 250, 300)]]
-        self.assertEqual(contents(packs), [*floats, [(1, 0, 100)]])
-        self.assertEqual([one.tree and one.tree.root for one in packs], [0, 1, 2, 3, 3])
-
 
 class TensorsTest(parameterized.TestCase):
     """Which slices of a pack are sent as one tensor."""
@@ -168,14 +159,6 @@ class TensorsTest(parameterized.TestCase):
         [one] = pack(values, Options(1), machine=machine)
         found = [([part.value for part in t.slices], t.stacked) for t in one.tensors]
         self.assertEqual(expected, found)
-
-    @parameterized.parameters((1e10, 60_000, 1), (1e10, 70_000, 2), (2e10, 70_000, 1))
-    def test_concatenates_as_much_as_memory_passes_in_the_time_of_an_op(self, speed, size, count):
-        # An op takes 6.5 microseconds, in which 10 GB/s pass over 65 kB.
-        machine = dataclasses.replace(topology.preset("shared_memory", 3), addition_bandwidth=speed)
-        values = items((size // 4,), (1,))
-        [one] = packing.pack(values, Options(1), "hierarchical_copy", machine)
-        self.assertLen(one.tensors, count)
 
 
 if __name__ == "__main__":
