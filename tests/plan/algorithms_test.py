@@ -11,9 +11,9 @@ from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
 from tfcdo import log
-from tfcdo.plan import algorithms, packing, simulator
+from tfcdo.plan import algorithms, simulator
 from tfcdo.plan.copy_tree import binomial, chain, star, two_level
-from tfcdo.plan.plan import ValueSpec, in_turn, plan_of_bytes, size_class
+from tfcdo.plan.plan import in_turn, plan_of_bytes, size_class
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
@@ -119,19 +119,6 @@ class AutoTest(plan_testing.PlanTestCase):
             lines, ("92 MB .*took 2.5 s$", r"1e\+03 MB .*nvswitch$"), strict=True
         ):
             self.assertRegex(line, f"auto takes ring, 4 packs, for about {told}")
-
-    def test_sizes_that_change_share_plans(self):
-        # As eager calls do whose values have another size each time.
-        machine = preset("pcie")
-        algorithms.make_plan("auto", machine, 10 * MB)
-        algorithms.make_plan("auto", machine, 11 * MB)
-        with plan_testing.counted_work() as work:
-            for size in range(10 * MB, 11 * MB, 333_333):
-                self.assertEqual(algorithms.make_plan("auto", machine, size).num_sent_bytes, size)
-                values = {0: ValueSpec("float32", (size // 4,))}
-                packs = packing.pack(values, packing.PackingOptions(None), "auto", machine)
-                self.assertEqual(sum(one.num_bytes for one in packs), size // 4 * 4)
-        self.assertEqual(work["tasks"], 0)
 
 
 class SizeClassTest(parameterized.TestCase):
