@@ -42,8 +42,7 @@ class DetectTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        places = {"PATH": str(self.folder), "TFCDO_CACHE_DIR": str(self.folder)}
-        self.enter_context(mock.patch.dict(os.environ, places))
+        self.enter_context(mock.patch.dict(os.environ, PATH=str(self.folder)))
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         self.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))
@@ -93,6 +92,9 @@ class DetectTest(parameterized.TestCase):
         found, (line,) = self.detect(*names)
         self.assertEqual(found, topology.preset("shared_memory", 3))
         self.assertRegex(line, "'shared_memory'.*CPU devices")
+        with self.tensorflow_with("CPU:0"):  # An unknown device is a CPU if there is nothing else.
+            found, _ = self.detect("", "CPU:1")
+        self.assertEqual(found, topology.preset("shared_memory", 2))
 
     @parameterized.parameters(
         ("GPU:0", "CPU:0"),
@@ -181,18 +183,11 @@ class DetectTest(parameterized.TestCase):
         with self.tensorflow_with("CPU:0", "GPU:1", "GPU:3", cut_in_two="GPU:1"):
             self.assert_all_to_all("several of these .* are one GPU", "GPU:0", "GPU:1", "GPU:2")
 
-    def test_unknown_devices_are_cpus_where_there_is_nothing_else(self):
-        with self.tensorflow_with("CPU:0"):
-            found, _ = self.detect("", "CPU:1")
-        self.assertEqual(found, topology.preset("shared_memory", 2))
-
 
 class NamesTest(absltest.TestCase):
-    def test_an_unknown_name(self):
+    def test_every_public_name_is_listed(self):
         with self.assertRaisesRegex(AttributeError, "attribute.*NoSuchReduce"):
             tfcdo.NoSuchReduce  # type: ignore[attr-defined]  # noqa: B018
-
-    def test_every_public_name_is_listed(self):
         self.assertContainsSubset(tfcdo.__all__, dir(tfcdo))
         source = pathlib.Path(tfcdo.__file__).read_text(encoding="utf-8")
         homes = re.findall(r"^    from tfcdo\.?(\S*) import (\w+) as \2$", source, re.MULTILINE)

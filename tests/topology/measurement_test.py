@@ -29,7 +29,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_is_not_used_unasked(self):
         devices = tu.device_names(3)
-        self.assertEqual(topology.detect(devices).name, "shared_memory")
         parts: list[float] = []
         found = topology.measure(devices, progress=lambda done, what: parts.append(done))
         self.assertEqual(parts, sorted(parts))
@@ -43,7 +42,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertBetween(found.addition_bandwidth, 1.0, 1e15)
         self.assertEmpty(list(self.folder.iterdir()))
         detection.detect_with_reason.cache_clear()
-        self.assertEqual(topology.detect(devices).name, "shared_memory")
         reason = tfcdo.AutoAllReduce(nccl=False).explain([(3,)], devices=devices).reason
         self.assertIn("the topology 'shared_memory' was detected", reason)
 
