@@ -178,7 +178,7 @@ class SummaryTest(absltest.TestCase):
         call = "EagerLocalExecute: __inference_step_1"
         events = [
             _op(call, 0, 10, ""), _op("a", 0, 3), _op("tfcdo/fuse/x", 2, 5),
-            _op("tfcdo/pack0/reduce/1to0", 4, 6, "AddN"),
+            _op("tfcdo/fuse/y", 2.5, 3), _op("tfcdo/pack0/reduce/1to0", 4, 6, "AddN"),
             _op("tfcdo/fuse/x/_1", 6, 9, "_Send"), _op("y/_2", 0, 9, "_Recv"),
             _op(call, 10, 30, ""), _op(call, 11, 29, ""),
             _op("f/tfcdo_1/pack2/reduce/0and2to1_1", 12, 14, "AddN"),
