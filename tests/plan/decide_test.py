@@ -103,29 +103,6 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual({pack.to for pack in made.packs}, {to})
         self.assertEqual({pack.kind for pack in made.packs}, {"user" if asked.user else "sum"})
 
-    @parameterized.parameters((False, 1), (True, 2))
-    def test_rows(self, sum_equal, hosts):
-        rows = [ValueSpec(d, (None, 2), rows=True) for d in ("float32", "int32", "float32")]
-        made = plan(batch(*rows, op="mean", hosts=hosts), sum_equal_rows=sum_equal)
-        self.assertEqual(contents(made), [[(0, 0, None), (2, 0, None)], [(1, 0, None)]])
-        self.assertEqual([pack.dtype for pack in made.packs], ["float32", "float64"])
-        for pack in made.packs:
-            self.assertEqual((pack.kind, pack.sum_equal_rows, pack.to), ("rows", sum_equal, None))
-            self.assertEqual(pack.root, RootStep(divide=K * hosts))
-        [pack] = plan(batch(rows[0], to=(1,)), sum_equal_rows=sum_equal).packs
-        self.assertEqual((pack.to, pack.tree), ((1,), star(K, 1)))
-
-    @parameterized.parameters((None, 3, 2), ((1,), 3), ((3,), 4))
-    def test_gather(self, to, nodes, hosts=1):
-        values = ValueSpec("int32", (None, 2)), f32(4)
-        made = plan(batch(*values, op="gather", to=to, nodes=nodes, hosts=hosts))
-        self.assertEqual(contents(made), [[(0, 0, None), (1, 0, 4)]])
-        [pack] = made.packs
-        self.assertEqual((pack.kind, pack.dtype, pack.to), ("concat", "", to))
-        self.assertEqual(pack.root, RootStep())
-        if to is not None:
-            self.assertEqual(pack.tree, star(nodes, to[0]))
-
     def test_exact_values_share_packs_where_nothing_is_encoded(self):
         requests = (Request(f32(4), (0, 1, 2)), Request(f32(), (0, 1, 2), exact=True))
         asked = dataclasses.replace(batch(f32(4)), requests=requests)

@@ -51,8 +51,8 @@ def plain_simulation(schedule: Plan, topology: Topology) -> float:
 
         def copy(after, source, target, size=pack.num_bytes):
             link = topology.link_by_pair[source, target]
-            speed = min(topology.resources[r].bandwidth for r in link.resources)
-            return add(after, set(link.resources), link.latency + size / speed)
+            seconds = link.latency + size / topology.bandwidth(source, target)
+            return add(after, set(link.resources), seconds)
 
         heard: dict[int, list[int]] = collections.defaultdict(list)
         if pack.after is not None:
