@@ -5,9 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
-import pathlib
 import random
-import tempfile
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -15,7 +13,7 @@ from hypothesis import strategies as st
 from topology_testing import meet
 
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.topology import measurement, serialization
+from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
@@ -37,7 +35,6 @@ class JsonTest(parameterized.TestCase):
         self.assertTrue(meet(machine, (0, 1), (1, 0)))
 
     @parameterized.parameters(
-        ("{", "not a JSON text"),
         ("[]", r"not a topology: expected `object` \(fields: format, .*, links\); got \[\]"),
         ("{}", "missing required field `name` .*; got {}"),
         ("[" * 100_000, "nested too deeply"),
@@ -48,14 +45,13 @@ class JsonTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("name", 5, "name: expected `str`; got 5"),
-        ("num_devices", [], r"num_devices: expected `int`; got \[\]"),
         ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
-        ("serial_reduction", "false", 'serial_reduction: expected `bool`; got "false"'),
         ("addition_bandwidth", "1e9", 'addition_bandwidth: expected `float . null`; got "1e9"'),
         ("addition_bandwith", 1e9, "field `addition_bandwith` .fields: format, .*, links.;"),
         ("resources.1", "wire", 'resources.1.: .*`object` .fields: name, bandwidth.; got "wire"'),
         ("resources.1.bandwidth", 10**400, "resources.1..bandwidth: .*; got 10{76}[.]{3}$"),
         ("resources.1.bandwidth", math.nan, "bandwidth of '1→0' must be above 0 B/s; got nan"),
+        ("resources.1.bandwidth", 0, "bandwidth of '1→0' must be above 0 B/s; got 0.0"),
         ("links.1.latency", math.inf, "latency of the link 1→0 must be a number of seconds"),
         ("links.1.resources", ["wires"], 'links.1..resources must .*; got "wires"'),
         ("links.1.resources", [["0→1"]], r'links.1..resources.0.: expected `str`; got \["0→1"\]'),
@@ -103,13 +99,6 @@ class FormatsTest(parameterized.TestCase):
         for given in (1, 3):
             with self.assertRaisesRegex(ValueError, f"format must be 2; got {given}, of another"):
                 read(json.dumps({"format": given, "date": "2026-01-01"}))
-
-    def test_each_kind_is_written_with_its_format(self):
-        machine = preset("pcie", 2)
-        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "a.json")
-        measurement.save(measurement.Measured(machine, "2026-01-01"), path)
-        for text in (machine.to_json(), path.read_text(encoding="utf-8")):
-            self.assertEqual(json.loads(text)["format"], serialization.FORMAT)
 
 
 if __name__ == "__main__":
