@@ -75,10 +75,10 @@ docs: $(VENV)/.installed-docs ## Build the documentation in build/docs; a warnin
 	@echo "build/docs/index.html"
 
 compat: $(VENV)/.installed-dev ## Run TensorFlow's classes and tfcdo's side by side: docs/compat.md
-	@$(BIN)/python tools/compat.py docs/compat.md
+	@$(BIN)/python tools/compat.py
 
 faults: $(VENV)/.installed-dev ## Kill, stop, cut off and take away hosts of 200 trainings, two hours: docs/faults.md
-	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py docs/faults.md $(CASES)
+	@PYTHONPATH=.:tests/helpers $(BIN)/python tools/faults.py $(CASES)
 
 simulate: $(VENV)/.installed-dev ## Run a million schedules of faults on the cluster's rules, half an hour
 	@PYTHONPATH=.:tests/helpers $(BIN)/python tests/cluster/simulator.py --schedules 1000000
@@ -93,14 +93,14 @@ ray-test: .venv-ray/.installed ## Kill, lose and add workers of a training on Ra
 	@touch $@
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
-	@$(BIN)/python tools/performance.py docs/performance.md
+	@$(BIN)/python tools/performance.py
 
 THIRD_PARTY := .venv-third-party/bin
 third-party: ## Run programs of other libraries under both strategies: docs/third-party.md
 	@[ -x $(THIRD_PARTY)/python ] || $(PYTHON) -m venv .venv-third-party
 	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check -r tools/third_party.txt -e .
 	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check --no-deps tf-models-official==2.20.0
-	@$(THIRD_PARTY)/python tools/third_party.py docs/third-party.md $(PROGRAMS)
+	@$(THIRD_PARTY)/python tools/third_party.py $(PROGRAMS)
 
 clean: ## Remove .venv and all that the other targets made
 	rm -rf $(VENV) .venv-third-party .venv-ray build dist *.egg-info .coverage .coverage.* .pytest_cache .mypy_cache .ruff_cache .import_linter_cache .hypothesis

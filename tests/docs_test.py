@@ -19,7 +19,6 @@ import re
 import shlex
 import tempfile
 from collections.abc import Iterator
-from typing import NamedTuple
 from unittest import mock
 
 import cli_testing
@@ -46,18 +45,11 @@ _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPT
 _ELSEWHERE = {"bazel", "export", "git", "HOSTS=$(scontrol", "srun"}
 
 
-class Block(NamedTuple):
-    """A fenced block: its language, its text, and whether the page says that it cannot run."""
-
-    language: str
-    text: str
-    runs: bool
-
-
-def _blocks(page: str) -> Iterator[Block]:
+def _blocks(page: str) -> Iterator[tuple[str, str, bool]]:
+    """Yields each block's language, its text, and whether the page lets it run here."""
     for found in _FENCE.finditer(_TEXTS[page]):
         before = _TEXTS[page][: found.start()].rstrip().split("\n")[-1]
-        yield Block(found[1], found[3], not before.startswith(_NOT_RUN))
+        yield found[1], found[3], not before.startswith(_NOT_RUN)
 
 
 def _commands(block: str) -> Iterator[tuple[str, str]]:
@@ -120,10 +112,10 @@ class CodeTest(parameterized.TestCase):
 
     @parameterized.parameters(*_PAGES)
     def test_commands(self, page: str):
-        for block in _blocks(page):
-            if block.language == "console":
-                found = list(_commands(block.text))
-                self.assertNotEmpty(found, block.text)
+        for language, text, _ in _blocks(page):
+            if language == "console":
+                found = list(_commands(text))
+                self.assertNotEmpty(found, text)
                 for command, output in found:
                     with self.subTest(command):
                         self.check_command(shlex.split(command), output)

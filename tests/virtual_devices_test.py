@@ -50,21 +50,18 @@ def _told(story: str) -> Any:
 
 class ConfigureVirtualCpusTest(parameterized.TestCase):
     def test_the_largest_number_before_the_start_counts(self):
-        returned, seen, after_start, refused = _told(_GROWING)
-        self.assertEqual(
-            returned, {"1": ["CPU:0"], "2": ["CPU:0", "CPU:1"], "3": ["CPU:0", "CPU:1", "CPU:2"]}
-        )
-        self.assertEqual(seen, ["/device:CPU:0", "/device:CPU:1", "/device:CPU:2"])
-        self.assertEqual(after_start, ["CPU:0", "CPU:1", "CPU:2"])
+        *told, refused = _told(_GROWING)
+        three = ["CPU:0", "CPU:1", "CPU:2"]
+        returned = {"1": three[:1], "2": three[:2], "3": three}
+        self.assertEqual(told, [returned, [f"/device:{name}" for name in three], three])
         self.assertStartsWith(
             refused, "4 virtual CPU devices are needed, but TensorFlow has already started with 3:"
         )
 
     def test_after_a_start_without_it_there_is_one_device(self):
         returned, refused, seen = _told(_STARTED)
-        self.assertEqual(returned, ["CPU:0"])
+        self.assertEqual((returned, seen), (["CPU:0"], ["/device:CPU:0"]))
         self.assertIn("already started with 1: call configure_virtual_cpus(2) before", refused)
-        self.assertEqual(seen, ["/device:CPU:0"])
 
     @parameterized.parameters(
         (0, "at least 1; got 0"), (-1, "at least 1; got -1"), (True, "an int; got"), ("2", "an int")

@@ -99,6 +99,7 @@ NAMES: tuple[private_names.Member, ...] = (
             "gamma": ("shape", "alpha", "dtype", "seed"),
             "binomial": ("shape", "counts", "probabilities", "dtype", "seed"),
             "beta": ("shape", "alpha", "beta", "dtype", "seed"),
+            "categorical": ("logits", "num_samples", "dtype", "seed"),
             "draw_seed": ("seed",),
             "_cast_seed": ("seed",),
         }.items()
@@ -173,6 +174,13 @@ def is_overwritten(variable: Any) -> bool:
 def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
     """Returns the variables in which an optimizer accumulates the gradients of some variables."""
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
+
+
+def accumulates_parts(leaf: Any) -> bool:
+    """Returns whether each replica accumulates its own gradients, to be summed for an update."""
+    # A user's own `apply`, which need not be linear, gets the sum of each step.
+    own = inspect.unwrap(type(leaf).apply) is not inspect.unwrap(BaseOptimizer.apply)
+    return bool(leaf.gradient_accumulation_steps) and not own
 
 
 def is_update_due(leaf: Any) -> tf.Tensor:

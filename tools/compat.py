@@ -1,22 +1,15 @@
-"""Runs the same work through TensorFlow's classes and tfcdo's, and writes tables of the outcomes.
+"""Runs the same work through TensorFlow's classes and tfcdo's: `make compat` makes docs/compat.md.
 
-    python tools/compat.py docs/compat.md
-
-The work is single calls (`compat_cases`) and trainings (`compat_trainings`). Each library runs each
-kind in a process of its own, and a new one follows a crash or a hang. Some of the trainings are
-README.md's table.
+The work is trainings (`compat_trainings`) and single calls (`compat_cases`). Each library has a
+process of its own, and a new one follows a crash or a hang. Some of the trainings are README.md's
+table.
 """
 
 from __future__ import annotations
 
 import functools
-import itertools
-import logging
-import multiprocessing
-import os
-import pathlib
 import sys
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any
 
 import compat_cases
@@ -24,18 +17,16 @@ import compat_trainings
 import keras
 import pages
 import tensorflow as tf
-from compat_cases import CASES, Case, Refused
+from compat_cases import CASES
 from compat_trainings import TRAININGS
-from pages import MAX_CELL, Row, error_text, escaped
-
-# The base class of two of the public classes is not public itself.
-from tensorflow.python.distribute import cross_device_ops
+from pages import MAX_CELL, Row, escaped
 
 import tfcdo
+from tfcdo.bench import worker_pool
 
 SECONDS = 600.0  # That a case may take.
-LIBRARIES = {"TensorFlow": cross_device_ops, "tfcdo": tfcdo}
-WORK: dict[str, Sequence[Any]] = {"calls": CASES, "trainings": TRAININGS}
+LIBRARIES = ("TensorFlow", "tfcdo")
+WORK = {**TRAININGS, **CASES}
 # The trainings that a user meets first, with the names that some have in README.md's table.
 FIRST = {
     "`global_clipnorm`": "`global_clipnorm`",
@@ -50,44 +41,19 @@ FIRST = {
     "`BatchNormalization()`": "",
 }
 # By the name of a case: TensorFlow's and tfcdo's.
-Rows = Mapping[str, tuple[Row, Row]]
+Rows = Mapping[str, tuple[Row, ...]]
 
 
-def run(function: Callable[[Any], Any], arguments: Sequence[Any], seconds: float) -> list[Any]:
-    """Calls a function in another process; None stands for a call that crashes or hangs."""
-    results: list[Any] = []
-    while len(results) < len(arguments):
-        with multiprocessing.get_context("spawn").Pool(1, initializer=logging.disable) as pool:
-            pool.apply(int)  # The imports do not count.
-            try:
-                for argument in arguments[len(results) :]:
-                    results.append(pool.apply_async(function, [argument]).get(seconds))
-            except multiprocessing.TimeoutError:
-                results.append(None)
-    return results
+class Library:
+    """One library, in a process of its own."""
 
+    def __init__(self, name: str) -> None:
+        self._name = name
 
-def outcome(kind: str, library: str, index: int) -> Row:
-    """Runs a case in this process."""
-    if kind == "calls":
-        return judge(CASES[index], LIBRARIES[library])
-    return compat_trainings.row(TRAININGS[index], library)
-
-
-def judge(case: Case, library: Any) -> Row:
-    """Runs a case in this process, with the classes in a namespace."""
-    refused = isinstance(case.expected, Refused)
-    try:
-        result = case.call(case, case.make(library))
-    except Exception as error:
-        text = error_text(error)
-        clear = isinstance(error, (ValueError, TypeError))
-        good = refused and clear and case.expected.argument in str(error)
-    else:
-        good = not refused and result == case.expected
-        text = f"{result}" if good else f"{result} instead of {case.expected}"
-        text = f"accepts it and gives {result}" if refused else text
-    return Row(case.name, "✓" if good else "✗", text)
+    def run(self, name: str) -> Row:
+        case = WORK[name]
+        module = compat_cases if isinstance(case, compat_cases.Case) else compat_trainings
+        return module.row(case, self._name)
 
 
 def parts(rows: Rows) -> dict[str, Iterable[str]]:
@@ -112,22 +78,22 @@ def parts(rows: Rows) -> dict[str, Iterable[str]]:
     }
 
 
-def _good(rows: Rows, cases: Iterable[Any]) -> list[int]:
+def _good(rows: Rows, names: Iterable[str]) -> list[int]:
     """Returns the number of TensorFlow's good rows, and of tfcdo's."""
-    sides = zip(*(rows[case.name] for case in cases), strict=True)
+    sides = zip(*(rows[name] for name in names), strict=True)
     return [sum(row.mark == "✓" for row in side) for side in sides]
 
 
-def _folded(subjects: Mapping[str, Sequence[Any]], rows: Rows) -> Iterator[str]:
+def _folded(subjects: Mapping[str, Mapping[str, Any]], rows: Rows) -> Iterator[str]:
     """Yields a table for each subject, with the numbers of its good rows as the title."""
-    for subject, cases in subjects.items():
-        theirs, ours = _good(rows, cases)
+    for subject, names in subjects.items():
+        theirs, ours = _good(rows, names)
         yield "<details>"
         yield (
-            f"<summary>{subject}: TensorFlow {theirs} of {len(cases)}, "
-            f"tfcdo {ours} of {len(cases)}</summary>\n"
+            f"<summary>{subject}: TensorFlow {theirs} of {len(names)}, "
+            f"tfcdo {ours} of {len(names)}</summary>\n"
         )
-        yield from _table((case.name, *(row.cell for row in rows[case.name])) for case in cases)
+        yield from _table((name, *(row.cell for row in rows[name])) for name in names)
         yield "\n</details>\n"
 
 
@@ -141,23 +107,24 @@ def readme_table(rows: Rows) -> Iterator[str]:
     return pages.table(head, named)
 
 
-def main(page: pathlib.Path) -> None:
+def _measure(library: str) -> Iterator[Row]:
+    names = pages.with_progress([*WORK], lambda name: f"{library}, {name}")
+    calls = ({"name": name} for name in names)
+    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
+    for row in pages.call_apart([__file__, library], calls, SECONDS, **quiet):
+        yield row or Row("✗", f"crashes or hangs (over {SECONDS:g} s)")
+
+
+def main() -> None:
     """Runs all cases and changes the pages."""
-    # What the other processes inherit.
-    os.environ.update(TF_CPP_MIN_LOG_LEVEL="3", CUDA_VISIBLE_DEVICES="")
-    found: dict[str, list[Row]] = {library: [] for library in LIBRARIES}
-    for kind, library in pages.with_progress([*itertools.product(WORK, LIBRARIES)], " with ".join):
-        cases = WORK[kind]
-        results = run(functools.partial(outcome, kind, library), range(len(cases)), SECONDS)
-        found[library] += [
-            row or Row(case.name, "✗", f"crashes or hangs (over {SECONDS:g} s)")
-            for case, row in zip(cases, results, strict=True)
-        ]
-    rows = {pair[0].name: pair for pair in zip(*found.values(), strict=True)}
+    rows = dict(zip(WORK, zip(*map(_measure, LIBRARIES)), strict=True))
     for name, lines in parts(rows).items():
-        pages.replace_table(page, f"compat.py, {name}", [*lines])
-    pages.replace_table(pages.ROOT / "README.md", "compat.py", [*readme_table(rows)])
+        pages.replace("docs/compat.md", f"compat.py, {name}", lines)
+    pages.replace("README.md", "compat.py", readme_table(rows))
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    if sys.argv[-1] in LIBRARIES:
+        worker_pool.serve(Library)
+    else:
+        main()

@@ -3,22 +3,23 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
+from functools import partial
 from operator import methodcaller
-from typing import Any, NamedTuple
+from typing import Any
 
 import compat_trainings
 import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu  # It configures the virtual devices.
+from pages import Row, error_text
+
+# The base class of two of the public classes is not public itself.
+from tensorflow.python.distribute import cross_device_ops
 from testing_utils import MEAN, SUM
 
-
-class Refused(NamedTuple):
-    """Says that no result is right: a `ValueError` or `TypeError` must name `argument`."""
-
-    argument: str
+import tfcdo
 
 
 def all_reduce(case: Case, ops: Any) -> Any:
@@ -34,12 +35,12 @@ class Case:
     """A call and its correct result."""
 
     given: Any  # What `call` works on.
-    expected: Any  # The result, or the argument that a clear error names.
+    expected: Any = None
     make: Callable[[Any], Any] = methodcaller("HierarchicalCopyAllReduce")  # Gets the library.
     # Gets the case and what `make` returns; returns its result or raises.
     call: Callable[[Case, Any], Any] = all_reduce
     op: Any = SUM
-    name: str = ""
+    refused: str = ""  # The argument that a `ValueError` or `TypeError` must name.
 
 
 def _read(result: Any) -> Any:
@@ -76,10 +77,6 @@ def _gather(case: Case, ops: Any) -> Any:
     return _read(ops._gather(value, value, 0))
 
 
-def _reduce_three(case: Case, ops: Any) -> Any:
-    return ops.batch_reduce(SUM, [[tu.per_replica(case.given)] * 3])
-
-
 def _fit(case: Case, ops: Any) -> str:
     strategy = tf.distribute.MirroredStrategy(tu.device_names(3), ops)
     weights, _ = compat_trainings.differences(case.given, strategy)
@@ -105,31 +102,25 @@ def _count_replicas(case: Case, library: Any) -> int:
         set_distribution(None)
 
 
-def _largest(values: Sequence[tf.Tensor]) -> tf.Tensor:
-    return tf.reduce_max(tf.stack(values), 0)
-
-
 def _slices(*dtypes: str) -> list[tf.IndexedSlices]:
     """Returns gradients of rows 0 and 3 on a device, and of row 3 on another."""
-    parts = ([[1], [2]], [0, 3]), ([[4]], [3])
+    parts = ([[1.0], [2.0]], [0, 3]), ([[4.0]], [3])
     return [
-        tf.IndexedSlices(
-            np.array(rows, "float32"), np.array(indices, dtype), np.array([4, 1], dtype)
-        )
+        tf.IndexedSlices(np.array(rows, "f4"), np.array(indices, dtype), np.array([4, 1], dtype))
         for (rows, indices), dtype in zip(parts, dtypes, strict=True)
     ]
 
 
 _A_SUM = [[1.0, 2.0]]
 _TO_ONE = methodcaller("ReductionToOneDevice")
+_hierarchical = partial(methodcaller, "HierarchicalCopyAllReduce")
 _SLICES = _slices("int64", "int64")
 _EMBEDDING = [[1.0], [0.0], [0.0], [6.0]]
-_FIRST_NUMBERS = [range(1, count + 1) for count in range(1, 9)]
-_CALLS: dict[str, dict[str, Case]] = {
+_FIRST_NUMBERS = [[*range(1, count + 1)] for count in range(1, 9)]
+SUBJECTS: dict[str, dict[str, Case]] = {
     "Sums": {
         **{
-            f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding "
-            f"{', '.join(map(str, numbers))}": Case(
+            f"{len(numbers)} device{'s' * (len(numbers) > 1)} holding {str(numbers)[1:-1]}": Case(
                 [np.array(numbers, "float32")], float(sum(numbers))
             )
             for numbers in _FIRST_NUMBERS
@@ -144,12 +135,8 @@ _CALLS: dict[str, dict[str, Case]] = {
         ),
     },
     "Packs and dtypes": {
-        "3 devices, 4 packs": Case(
-            [[[1.0] * 8] * 3], [3.0] * 8, methodcaller("HierarchicalCopyAllReduce", 4)
-        ),
-        "more packs than elements": Case(
-            [[[1.0, 2.0], [3.0, 4.0]]], [4.0, 6.0], methodcaller("HierarchicalCopyAllReduce", 8)
-        ),
+        "3 devices, 4 packs": Case([[[1.0] * 8] * 3], [3.0] * 8, _hierarchical(4)),
+        "more packs than elements": Case([[[1.0, 2.0], [3.0, 4.0]]], [4.0, 6.0], _hierarchical(8)),
         "float32 and float64 in one batch": Case(
             [*_A_SUM, np.array([3, 4], "float64")], [3.0, 7.0]
         ),
@@ -188,7 +175,7 @@ _CALLS: dict[str, dict[str, Case]] = {
         "an `accumulation_fn` of one's own: the maximum": Case(
             [[[1.0, 9.0], [5.0, 2.0]]],
             [5.0, 9.0],
-            methodcaller("ReductionToOneDevice", None, _largest),
+            methodcaller("ReductionToOneDevice", None, lambda parts: tf.reduce_max(parts, 0)),
         ),
         "gather of different numbers of rows": Case(
             [[[1.0], [2.0]], [[3.0]], [[4.0]]], [[1.0], [2.0], [3.0], [4.0]], call=_gather
@@ -196,38 +183,49 @@ _CALLS: dict[str, dict[str, Case]] = {
     },
     "Incorrect arguments": {
         "gather of replicas with unlike shapes, (2, 1) and (1, 2) along axis 0": Case(
-            [[[1.0], [2.0]], [[3.0, 4.0]]], Refused("shape"), call=_gather
+            [[[1.0], [2.0]], [[3.0, 4.0]]], refused="shape", call=_gather
         ),
-        'reduce_op="max"': Case(_A_SUM, Refused("reduce_op"), op="max"),
-        'reduce_op="MEAN", a string': Case(_A_SUM, Refused("reduce_op"), op="MEAN"),
+        'reduce_op="max"': Case(_A_SUM, refused="reduce_op", op="max"),
+        'reduce_op="MEAN", a string': Case(_A_SUM, refused="reduce_op", op="MEAN"),
         'all_reduce_alg="bogus"': Case(
-            _A_SUM, Refused("all_reduce_alg"), methodcaller("AllReduceCrossDeviceOps", "bogus")
+            _A_SUM, make=methodcaller("AllReduceCrossDeviceOps", "bogus"), refused="all_reduce_alg"
         ),
         "num_packs=-1": Case(
             _A_SUM,
-            Refused("num_packs"),
-            methodcaller("AllReduceCrossDeviceOps", "hierarchical_copy", -1),
+            make=methodcaller("AllReduceCrossDeviceOps", "hierarchical_copy", -1),
+            refused="num_packs",
         ),
-        "num_packs=1.5": Case(
-            [[[1.0] * 4] * 2], Refused("num_packs"), methodcaller("HierarchicalCopyAllReduce", 1.5)
-        ),
+        "num_packs=1.5": Case([[[1.0] * 4] * 2], make=_hierarchical(1.5), refused="num_packs"),
         "a replica of shape [4] and one of [2, 2]": Case(
-            [[[1.0] * 4, [[1.0] * 2] * 2]], Refused("shape")
+            [[[1.0] * 4, [[1.0] * 2] * 2]], refused="shape"
         ),
         "a replica of float32 and one of float64": Case(
-            [[np.float32(1.0), np.float64(2.0)]], Refused("dtype")
+            [[np.float32(1.0), np.float64(2.0)]], refused="dtype"
         ),
-        "destinations=[]": Case([], Refused("destinations"), call=_reduce_to),
+        "destinations=[]": Case([], refused="destinations", call=_reduce_to),
         "destinations=`/cpu:99`, which does not exist": Case(
-            "/cpu:99", Refused("destinations"), call=_reduce_to
+            "/cpu:99", refused="destinations", call=_reduce_to
         ),
         "a pair that is a list of three": Case(
-            [1.0, 2.0], Refused("value_destination_pairs"), call=_reduce_three
+            [1.0, 2.0],
+            refused="value_destination_pairs",
+            call=lambda case, ops: ops.batch_reduce(SUM, [[tu.per_replica(case.given)] * 3]),
         ),
     },
 }
-SUBJECTS = {
-    subject: [dataclasses.replace(case, name=name) for name, case in calls.items()]
-    for subject, calls in _CALLS.items()
-}
-CASES = tuple(case for part in SUBJECTS.values() for case in part)
+CASES = {name: case for part in SUBJECTS.values() for name, case in part.items()}
+
+
+def row(case: Case, library: str) -> Row:
+    """Runs a case with the classes of one library."""
+    try:
+        result = case.call(case, case.make(cross_device_ops if library == "TensorFlow" else tfcdo))
+    except Exception as error:
+        text = error_text(error)
+        clear = isinstance(error, (ValueError, TypeError)) and case.refused in str(error)
+        good = bool(case.refused) and clear
+    else:
+        good = not case.refused and result == case.expected
+        text = f"{result}" if good else f"{result} instead of {case.expected}"
+        text = f"accepts it and gives {result}" if case.refused else text
+    return Row("✓" if good else "✗", text)

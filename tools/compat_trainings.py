@@ -78,6 +78,10 @@ def embedding() -> keras.Model:
     return stack(*parts, shape=(4,), dtype="int32")
 
 
+def bag_of_words() -> keras.Model:
+    return stack(layers.Lambda(tf.sparse.from_dense), layers.Dense(2), shape=(4,))
+
+
 def masked() -> keras.Model:
     return stack(layers.Embedding(9, 3, mask_zero=True), layers.Dense(1), dtype="int32")
 
@@ -132,6 +136,10 @@ def two_optimizers() -> Any:
     return keras.optimizers.MultiOptimizer(chosen)
 
 
+# More than one training has these.
+ADAM = partial(Adam, 0.05)
+CLIPNORM = partial(SGD, 0.5, clipnorm=0.05)
+GLOBAL_CLIPNORM = partial(SGD, 0.5, global_clipnorm=0.05)
 MOMENTUM = partial(SGD, 0.1, momentum=0.5)
 
 
@@ -153,45 +161,41 @@ class Training:
     loop: bool = False  # An own loop instead of `fit`.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
     counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
-    name: str = ""
 
 
 EMA = partial(SGD, 0.2, use_ema=True, ema_momentum=0.6)
-ACCUMULATING = partial(Adam, 0.05, gradient_accumulation_steps=2, global_clipnorm=0.1)
+ACCUMULATING = partial(ADAM, gradient_accumulation_steps=2, global_clipnorm=0.1)
 SHARDED: dict[str, Any] = {"options": {"shard_optimizer_state": True}}
 XLA: dict[str, Any] = {
     "compile": {"jit_compile": True},
     "reason": "TensorFlow compiles no step with XLA for several CPU devices",
 }
-_TRAININGS: dict[str, dict[str, Training]] = {
+SUBJECTS: dict[str, dict[str, Training]] = {
     "Models": {
         "a dense model": Training(),
-        "an own loop": Training(optimizer=partial(Adam, 0.05, clipnorm=0.1), loop=True),
+        "an own loop": Training(optimizer=partial(ADAM, clipnorm=0.1), loop=True),
         "a convolutional model": Training(convolutional, data=PICTURES),
         "a recurrent model": Training(recurrent, data=SEQUENCES),
         "an attention model": Training(attention, data=SEQUENCES),
     },
     "Embeddings": {
-        f"an embedding of repeated words, {name}": Training(embedding, optimizer, WORDS, **others)
-        for name, optimizer, others in (
+        f"an embedding of repeated words, {name}": Training(embedding, optimizer, WORDS, **options)
+        for name, optimizer, options in (
             ("`SGD`", MOMENTUM, {}),
-            ("`Adam`", partial(Adam, 0.05), {}),
+            ("`Adam`", ADAM, {}),
             ("`RMSprop`", partial(RMSprop, 0.05), {}),
             ("`Adagrad`", partial(Adagrad, 0.1), {}),
-            ("`clipnorm`", partial(SGD, 0.5, clipnorm=0.05), {}),
-            ("`global_clipnorm`", partial(SGD, 0.5, global_clipnorm=0.05), {}),
-            (
-                "`gradient_accumulation_steps`",
-                partial(Adam, 0.05, gradient_accumulation_steps=2),
-                {},
-            ),
-            ("`Adam`, `shard_optimizer_state=True`", partial(Adam, 0.05), SHARDED),
+            ("`clipnorm`", CLIPNORM, {}),
+            ("`global_clipnorm`", GLOBAL_CLIPNORM, {}),
+            ("`gradient_accumulation_steps`", partial(ADAM, gradient_accumulation_steps=2), {}),
+            ("`Adam`, `shard_optimizer_state=True`", ADAM, SHARDED),
         )
-    },
+    }
+    | {"sparse inputs of a dense layer, `Adam`": Training(bag_of_words, ADAM, WORDS)},
     "Optimizers": {
-        "`clipnorm`": Training(optimizer=partial(SGD, 0.5, clipnorm=0.05)),
+        "`clipnorm`": Training(optimizer=CLIPNORM),
         "`clipvalue`": Training(optimizer=partial(SGD, 0.5, clipvalue=0.02)),
-        "`global_clipnorm`": Training(optimizer=partial(SGD, 0.5, global_clipnorm=0.05)),
+        "`global_clipnorm`": Training(optimizer=GLOBAL_CLIPNORM),
         "`gradient_accumulation_steps`": Training(optimizer=ACCUMULATING),
         "`gradient_accumulation_steps`, `shard_optimizer_state=True`": Training(
             optimizer=ACCUMULATING, **SHARDED
@@ -301,11 +305,7 @@ _TRAININGS: dict[str, dict[str, Training]] = {
         "`jit_compile=True`": Training(**XLA),
     },
 }
-SUBJECTS = {
-    subject: [dataclasses.replace(one, name=name) for name, one in trainings.items()]
-    for subject, trainings in _TRAININGS.items()
-}
-TRAININGS = tuple(training for part in SUBJECTS.values() for training in part)
+TRAININGS = {name: one for part in SUBJECTS.values() for name, one in part.items()}
 
 
 def differences(training: Training, strategy: tf.distribute.Strategy) -> Differences:
@@ -338,14 +338,13 @@ def _train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.
         model = training.build()
         arguments = {"loss": "mse", "metrics": ["mae"], **training.compile}
         model.compile(training.optimizer(), **arguments)
-    reported = _loop(training, model) if training.loop else _fit(training, model)
+    if training.loop:
+        return model, _loop(training, model)
+    history = model.fit(
+        *training.data, BATCH, epochs=2, shuffle=False, verbose=0, **training.fit
+    ).history
+    reported = [number for name in sorted(history) for number in history[name]]
     return model, reported + (_evaluate(training, model) if training.evaluate_batch else [])
-
-
-def _fit(training: Training, model: keras.Model) -> list[float]:
-    options = {"epochs": 2, "shuffle": False, "verbose": 0, **training.fit}
-    history = model.fit(*training.data, BATCH, **options).history
-    return [number for name in sorted(history) for number in history[name]]
 
 
 def _loop(training: Training, model: keras.Model) -> list[float]:
@@ -394,9 +393,9 @@ def judge(training: Training, found: Mapping[int, Differences | str]) -> Row:
     """Makes a row of the differences, or errors, by the number of replicas."""
     errors = {count: text for count, text in found.items() if isinstance(text, str)}
     if errors:
-        counts = " and ".join(map(str, errors))
-        where = "" if len(errors) == len(found) else f" ({counts} replicas)"
-        text, mark = f"{next(iter(errors.values()))}{where}", "✗"
+        text, mark = next(iter(errors.values())), "✗"
+        if len(errors) < len(found):
+            text += f" ({' and '.join(map(str, errors))} replicas)"
     else:
         pairs = [pair for pair in found.values() if not isinstance(pair, str)]
         largest = [max(numbers) for numbers in zip(*pairs, strict=True)]
@@ -404,4 +403,4 @@ def judge(training: Training, found: Mapping[int, Differences | str]) -> Row:
         mark = "✓" if all(number <= training.tolerance for number in largest) else "✗"
     if mark == "✗" and training.reason:
         text, mark = f"{text}: {training.reason}", "~"
-    return Row(training.name, mark, text)
+    return Row(mark, text)

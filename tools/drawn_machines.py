@@ -30,27 +30,27 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
     num_bridges = rng.randint(1, 3)
     bridge_of = [rng.randrange(num_bridges) for _ in range(num_devices)]
     whole_bridges = rng.random() < 1 / 3
-    bridge = [Resource(f"host {i}", _speed(rng)) for i in range(num_bridges)]
-    bridges: dict[tuple[int, int], Resource] = {}
+    bridges: dict[object, Resource] = {
+        bridge: Resource(f"host {bridge}", _speed(rng)) for bridge in range(num_bridges)
+    }
     wires: dict[tuple[int, int], float] = {}
     for a, b in pairs:
         wires[a, b] = wires[b, a] = _speed(rng)
         if asymmetric and rng.random() < 0.5:
             wires[b, a] = _speed(rng)
     routes = []
-    for source, target in ordered_pairs(num_devices):
-        if (source, target) in wires:
-            held = [Resource(link_name(source, target), wires[source, target])]
-            held += [ports[end] for end in ((source, "out"), (target, "in")) if end in ports]
+    for pair in ordered_pairs(num_devices):
+        ends = tuple(bridge_of[device] for device in pair)
+        if pair in wires:
+            held = [Resource(link_name(*pair), wires[pair])]
+            held += [ports[end] for end in zip(pair, ("out", "in")) if end in ports]
+        elif whole_bridges:
+            held = [bridges[end] for end in dict.fromkeys(ends)]
         else:
-            ends = (bridge_of[source], bridge_of[target])
-            if whole_bridges:
-                held = [bridge[end] for end in dict.fromkeys(ends)]
-            else:
-                if ends not in bridges:
-                    bridges[ends] = Resource(f"host {link_name(*ends)}", _speed(rng))
-                held = [bridges[ends]]
-        routes.append(Route(source, target, held, via_host=(source, target) not in wires))
+            if ends not in bridges:
+                bridges[ends] = Resource(f"host {link_name(*ends)}", _speed(rng))
+            held = [bridges[ends]]
+        routes.append(Route(*pair, held, via_host=pair not in wires))
     return Topology.from_routes(f"drawn:{num_devices}:{seed}", num_devices, routes)
 
 

@@ -1,15 +1,13 @@
 """Compares exchanges between hosts by loss, bytes and time, for docs/performance.md.
 
-    sudo python tools/exchanges.py docs/exchanges.png
+    sudo python tools/exchanges.py
 
-The hosts are processes of this machine. All of them share one loopback interface of so many
-Mbit/s, which nothing else uses. Each training sees the same examples in the same order, in
-processes of its own. Handwritten digits are learned by a convolutional network and a transformer.
+The hosts are processes of this machine that share a loopback interface, which nothing else uses.
+Each training sees the same examples in the same order, in processes of its own.
 """
 
 from __future__ import annotations
 
-import itertools
 import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
@@ -25,16 +23,12 @@ from sklearn.datasets import load_digits
 import tfcdo
 from tfcdo.bench import worker_pool
 from tfcdo.bench.hosts import open_link, shared_link
+from tfcdo.cluster.config import reserved_ports, tf_config
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
-from tfcdo.launch import cluster
 
 _BATCH_PER_HOST = 32
 _EVERY = 50
-_STEPS = 300
-# At a lower rate, only the time is measured. It is a multiple of `_EVERY`.
-_TIMED_STEPS = 100
 _STEPS_PER_POINT = 10
-_SECONDS = 1200.0
 _TESTS = 297
 # The strategy's arguments, by the name of a training.
 TRAININGS: dict[str, dict[str, Any]] = {
@@ -76,19 +70,6 @@ def transformer() -> keras.Model:
 _MODELS = {"convolutional": convolutional, "transformer": transformer}
 
 
-class _Clock(keras.callbacks.Callback):
-    """Times the steps after the first, which is traced, and counts their bytes."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.ends: list[float] = []
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        self.ends.append(time.perf_counter())
-        if len(self.ends) == 1:
-            self.bytes = shared_link().count_bytes()
-
-
 class _Host:
     """One host, in a process of its own."""
 
@@ -108,19 +89,23 @@ class _Host:
         batch = _BATCH_PER_HOST * self._strategy.num_replicas_in_sync
         data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
         data = data.shuffle(len(images), seed=7).repeat().batch(batch)
-        clock = _Clock()
+        ends: list[tuple[float, int]] = []  # Times and bytes.
+
+        def end_step(batch: int, logs: Any) -> None:
+            ends.append((time.perf_counter(), shared_link().count_bytes()))
+
         history = model.fit(
             data,
             epochs=steps // _STEPS_PER_POINT,
             steps_per_epoch=_STEPS_PER_POINT,
             shuffle=False,
             verbose=0,
-            callbacks=[clock],
+            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
         )
-        num_bytes = shared_link().count_bytes() - clock.bytes
+        num_bytes = shared_link().count_bytes() - ends[0][1]  # The first step is traced.
         tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
         return {
-            "seconds": (clock.ends[-1] - clock.ends[0]) / (steps - 1),
+            "seconds": (ends[-1][0] - ends[0][0]) / (steps - 1),
             "bytes": num_bytes / (steps - 1),
             "losses": history.history["loss"],
             "accuracy": model.evaluate(tests, verbose=0)[1],
@@ -129,19 +114,18 @@ class _Host:
 
 
 def _measure(
-    model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = _STEPS
+    model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = 300
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with open_link(rate * 1e6 / 8) as opened, cluster.reserved_ports(hosts) as addresses:
+    with open_link(rate * 1e6 / 8) as opened, reserved_ports(hosts) as addresses:
         command = [*opened.command, sys.executable, __file__, training]
-        configs = [cluster.tf_config(addresses, host) for host in range(hosts)]
+        configs = [tf_config(addresses, host) for host in range(hosts)]
         variables = [{**quiet, "TF_CONFIG": config} for config in configs]
         with worker_pool.start_workers(command, variables) as pool:
-            results = pool.call("train", _SECONDS, model_name=model, steps=steps)
+            results = pool.call("train", 1200.0, model_name=model, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
-    first: dict[str, Any] = results[0]
-    return first
+    return dict(results[0])
 
 
 def _draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
@@ -164,16 +148,16 @@ def _draw(found: Mapping[str, Mapping[str, Any]]) -> Figure:
     return figure
 
 
-def _two(picture: str) -> Iterator[Sequence[str]]:
+def _two() -> Iterator[Sequence[str]]:
     """Yields the cells of each training's row; draws the transformer's."""
     for model in _MODELS:
         found = {}
         for name in TRAININGS:
-            result = found[name] = _measure(model, name)
-            slow = _measure(model, name, rate=100, steps=_TIMED_STEPS)["seconds"]
-            result["slow seconds"] = slow
-            yield [model, *_cells(name, result), f"{slow * 1e3:.1f}"]
-    _draw(found).savefig(picture, dpi=100)
+            # Only the time is measured at the lower rate, of a multiple of `_EVERY` steps.
+            slow = _measure(model, name, rate=100, steps=100)["seconds"]
+            found[name] = {**_measure(model, name), "slow seconds": slow}
+            yield [model, *_cells(name, found[name]), f"{slow * 1e3:.1f}"]
+    _draw(found).savefig(pages.ROOT / "docs" / "exchanges.png", dpi=100)
 
 
 def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
@@ -182,20 +166,19 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
     return [f"`{name}`", loss, f"{result['accuracy']:.1%}", megabytes, milliseconds]
 
 
-def main(picture: str) -> None:
-    """Prints the tables, each row when it is known, and draws the picture."""
-    columns = "loss | accuracy | MB/step | ms at"
-    four = (_cells(one, _measure("convolutional", one, 4, 100)) for one in _ON_FOUR_HOSTS)
-    for line in itertools.chain(
-        pages.table(f"model | exchange | {columns} 1 Gbit/s | ms at 100 Mbit/s", _two(picture), 5),
-        [""],
-        pages.table(f"exchange, 4 hosts | {columns} 100 Mbit/s", four, 4),
-    ):
-        print(line, flush=True)
+def main() -> None:
+    """Measures the tables of the page, each row when it is known, and draws the picture."""
+    heading = "exchange | loss | accuracy | MB per step"
+    two = f"model | {heading}, both hosts | ms at 1 Gbit/s | ms at 100 Mbit/s"
+    page = "docs/performance.md"
+    pages.replace(page, "exchanges.py, two hosts", pages.table(two, _two(), 5))
+    rows = (_cells(one, _measure("convolutional", one, 4, 100)) for one in _ON_FOUR_HOSTS)
+    four = pages.table(f"{heading}, all hosts | ms", rows, 4)
+    pages.replace(page, "exchanges.py, four hosts", four)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] in TRAININGS:
+    if sys.argv[-1] in TRAININGS:
         worker_pool.serve(_Host)
     else:
-        main(sys.argv[1])
+        main()

@@ -21,12 +21,6 @@ SEED = 7
 EPOCHS = 3
 STEPS = 30
 _BATCH = 24  # 1 to 4 hosts divide it.
-_LAYERS = 3
-_EXAMPLES = STEPS * _BATCH
-# Two packs a layer and more: partly updated variables would show.
-_BYTES_PER_PACK = 2048
-# After each step, so that a training takes some seconds.
-PAUSE_SECONDS = 0.03
 
 
 def train(folder: pathlib.Path) -> None:
@@ -54,18 +48,19 @@ def train(folder: pathlib.Path) -> None:
             if step != self._before:
                 with (folder / f"steps-{run}-{task}").open("a") as file:
                     file.write(f"{step} {time.time()}\n")
-                time.sleep(PAUSE_SECONDS)
+                time.sleep(0.03)  # So that a training takes some seconds.
 
     strategy = tf.distribute.get_strategy()
     if "TF_CONFIG" in os.environ:
-        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=_BYTES_PER_PACK)
+        # Two packs a layer and more: partly updated variables would show.
+        options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=2048)
         strategy = tfcdo.MultiWorkerMirroredStrategy(communication_options=options)
     keras.utils.set_random_seed(SEED)
     with strategy.scope():
-        hidden = [keras.layers.Dense(32, activation="tanh") for _ in range(_LAYERS)]
+        hidden = [keras.layers.Dense(32, activation="tanh") for _ in range(3)]
         model = keras.Sequential([keras.layers.Input([16]), *hidden, keras.layers.Dense(1)])
         model.compile(keras.optimizers.SGD(0.01, momentum=0.9), "mse")
-    features = np.random.default_rng(SEED).normal(size=(_EXAMPLES, 16)).astype(np.float32)
+    features = np.random.default_rng(SEED).normal(size=(STEPS * _BATCH, 16)).astype(np.float32)
     targets = np.tanh(features.sum(axis=1, keepdims=True) / 4)
     model.fit(
         tfcdo.keras.resumable_dataset((features, targets), _BATCH, seed=SEED),

@@ -1,6 +1,6 @@
 """Kills, stops, cuts off and takes away hosts of small trainings; makes a table of the results.
 
-    python tools/faults.py docs/faults.md [--count 200] [--seed 7]
+    python tools/faults.py [COUNT [SEED]]    # 200 cases: docs/faults.md
 
 Each case is a training of two to four hosts, all processes of this machine under `tfcdo launch`;
 where the network is cut, each host is in a network namespace of its own (as root, on Linux). The
@@ -11,7 +11,6 @@ the machine's timing.
 
 from __future__ import annotations
 
-import argparse
 import contextlib
 import dataclasses
 import functools
@@ -81,7 +80,7 @@ class Outcome:
     """Outcome of one case."""
 
     problem: str  # Empty if the result is correct.
-    repeated: int = 0  # Steps that were trained more than once.
+    repeated: float = math.nan  # Steps that were trained more than once.
     seconds: float = math.nan  # The longest time without a step, from the fault on.
     # Share of the time from the start that the steps of the final weights took.
     useful: float = math.nan
@@ -105,7 +104,6 @@ def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
 def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
     # Who waits in a meeting for a process that is stopped for good waits ten minutes, as it should.
     moment = drawn.choice([m for m in MOMENTS if kind != "stop" or m not in ("meeting", "restart")])
-    # A namespace's processes import TensorFlow themselves, which takes a core seconds each.
     hosts = 2 if kind == "cut" else drawn.randint(2, 4)
     worker = drawn.randrange(1, hosts)
     victims = {"kill worker": (worker,), "kill chief": (0,), "kill both": (0, worker)}
@@ -147,22 +145,23 @@ def run_case(case: Case) -> Outcome:
         folder = pathlib.Path(name)
         begin = time.time()
         launch = ["--max-restarts", str(_MAX_RESTARTS), "--grace", "2"]
+        bridge = None
         if case.kind == "cut":
-            network = net.enter_context(_Network.of(case.hosts))
-            launch += ["--hosts", ",".join(network.addresses)]
+            *namespaces, bridge = net.enter_context(network(case.hosts))
+            addresses = (f"10.0.0.{host + 1}:2222" for host in range(case.hosts))
+            launch += ["--hosts", ",".join(addresses)]
             processes = [
                 _start(folder, "--index", str(host), *launch, inside=namespace)
-                for host, namespace in enumerate(network.namespaces)
+                for host, namespace in enumerate(namespaces)
             ]
         else:
-            network = None
             processes = [_start(folder, "--workers", str(case.hosts), *launch)]
         with _ended(processes):
             try:
                 _wait_for_moment(case, folder)
                 time.sleep(case.delay)
                 fault = time.time()
-                _disturb(case, folder, network)
+                _disturb(case, folder, bridge)
                 _wait_until(lambda: all(p.poll() is not None for p in processes), "the end")
             except TimeoutError as error:
                 return Outcome(f"hangs: {error}")
@@ -193,9 +192,9 @@ def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
         _wait_until(lambda: (folder / f"pid-{run}-{victim}").exists(), f"host {victim}")
 
 
-def _disturb(case: Case, folder: pathlib.Path, network: _Network | None) -> None:
-    if network is not None:
-        network.cut(case.victims[0], case.seconds)
+def _disturb(case: Case, folder: pathlib.Path, bridge: int | None) -> None:
+    if bridge is not None:
+        cut(bridge, case.victims[0], case.seconds)
         return
     number = {"notice": signal.SIGTERM, "pause": signal.SIGSTOP, "stop": signal.SIGSTOP}
     pids = [_pids(folder, victim)[-1] for victim in case.victims]
@@ -206,51 +205,41 @@ def _disturb(case: Case, folder: pathlib.Path, network: _Network | None) -> None
         _send(pids[0], signal.SIGCONT)
 
 
-class _Network:
-    """Hosts in network namespaces, joined by a bridge in one of its own; nothing else sees it."""
+@contextlib.contextmanager
+def network(hosts: int) -> Iterator[list[int]]:
+    """Yields a process in the network namespace of each host, and in that of their bridge."""
+    command = ["unshare", "--net", "sh", "-c", "echo; exec sleep 3600"]
+    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(hosts + 1)]
+    with _ended(started):
+        for process in started:
+            assert process.stdout
+            process.stdout.readline()  # It is in its namespace.
+        *namespaces, bridge = pids = [process.pid for process in started]
+        _ip(bridge, "link add bridge type bridge", "link set bridge up")
+        for host, pid in enumerate(namespaces):
+            link = f"link add port{host} type veth peer name eth0 netns {pid}"
+            _ip(bridge, link, f"link set port{host} master bridge up")
+            address = f"address add 10.0.0.{host + 1}/24 dev eth0"
+            _ip(pid, address, "link set lo up", "link set eth0 up")
+        yield pids
 
-    def __init__(self, namespaces: Sequence[int], switch: int) -> None:
-        self.namespaces, self._switch = namespaces, switch
-        self.addresses = [f"10.0.0.{host + 1}:2222" for host in range(len(namespaces))]
 
-    @classmethod
-    @contextlib.contextmanager
-    def of(cls, hosts: int) -> Iterator[_Network]:
-        """Makes the namespaces, each kept by a process that sleeps."""
-        command = ["unshare", "--net", "sleep", "3600"]
-        with _ended([subprocess.Popen(command) for _ in range(hosts + 1)]) as keepers:
-            *namespaces, switch = (keeper.pid for keeper in keepers)
-            own = pathlib.Path("/proc/self/ns/net").readlink()
-            for pid in (*namespaces, switch):
-                other = pathlib.Path(f"/proc/{pid}/ns/net")
-                _wait_until(lambda other=other: other.readlink() != own, "a namespace")  # type: ignore[misc]
-            network = cls(namespaces, switch)
-            network.run(switch, "link add bridge type bridge")
-            network.run(switch, "link set bridge up")
-            for host, pid in enumerate(namespaces):
-                link = f"link add port{host} type veth peer name eth0 netns {pid}"
-                network.run(switch, link)
-                network.run(switch, f"link set port{host} master bridge up")
-                network.run(pid, f"address add 10.0.0.{host + 1}/24 dev eth0")
-                for name in "lo", "eth0":
-                    network.run(pid, f"link set {name} up")
-            yield network
+def _ip(namespace: int, *commands: str) -> None:
+    """Runs `ip` inside a namespace."""
+    enter = ["nsenter", "--net", "--target", str(namespace), "ip", "-batch", "-"]
+    subprocess.run(enter, input="\n".join(commands), text=True, check=True)
 
-    def run(self, namespace: int, arguments: str) -> None:
-        """Runs `ip` inside a namespace."""
-        command = ["nsenter", "--net", "--target", str(namespace), "ip", *arguments.split()]
-        subprocess.run(command, check=True)
 
-    def cut(self, host: int, seconds: float) -> None:
-        """Lets nothing through to and from a host, for some time."""
-        self.run(self._switch, f"link set port{host} down")
-        time.sleep(seconds)
-        self.run(self._switch, f"link set port{host} up")
+def cut(bridge: int, host: int, seconds: float) -> None:
+    """Lets nothing through to and from a host, for some time."""
+    _ip(bridge, f"link set port{host} down")
+    time.sleep(seconds)
+    _ip(bridge, f"link set port{host} up")
 
 
 def can_cut() -> bool:
     """Returns whether this process may make network namespaces."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), _Network.of(2):
+    with contextlib.suppress(OSError, subprocess.CalledProcessError), network(2):
         return True
     return False
 
@@ -290,12 +279,10 @@ def _start(
     folder: pathlib.Path, *launch: str, inside: int | None = None
 ) -> subprocess.Popen[bytes]:
     """Starts a training under `tfcdo launch`, or alone if that gets no arguments."""
-    # TensorFlow's import takes longer than everything else that a host does here. A process that
-    # has imported it already is in the namespace of its parent.
-    if inside is None:
-        command = [warm_python.executable()]
-    else:
-        command = ["nsenter", "--net", "--target", str(inside), sys.executable]
+    # TensorFlow's import takes longer than everything else that a host does here.
+    command = [warm_python.executable()]
+    if inside is not None:
+        command = ["nsenter", "--net", "--target", str(inside), *command]
     if launch:
         command += ["-m", "tfcdo.cli.main", "launch", *launch]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
@@ -311,17 +298,13 @@ def _start(
 
 
 @contextlib.contextmanager
-def _ended(
-    processes: Iterable[subprocess.Popen[bytes]],
-) -> Iterator[list[subprocess.Popen[bytes]]]:
+def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
     """Ends processes with the block: a launcher's workers end when it does."""
-    started = list(processes)
     try:
-        yield started
+        yield
     finally:
-        for process in started:
+        for process in processes:
             process.kill()
-        for process in started:
             process.wait()
 
 
@@ -346,12 +329,12 @@ def _send(pid: int, number: int) -> None:
 
 def _left(folder: pathlib.Path) -> list[int]:
     """Returns a training's processes that do not end."""
-    pids = {int(path.read_text()) for path in folder.glob("pid-*")}
     processes = []
-    for pid in pids:
+    for path in folder.glob("pid-*"):
         with contextlib.suppress(psutil.NoSuchProcess):
-            process = psutil.Process(pid)
-            if str(folder) in process.cmdline():  # Else the number is another one's now.
+            process = psutil.Process(int(path.read_text()))
+            # Else the number is another one's now. Starts are rounded to a second.
+            if process.create_time() < path.stat().st_mtime + 1.0:
                 processes.append(process)
     return [process.pid for process in psutil.wait_procs(processes, _ENDED_SECONDS)[1]]
 
@@ -370,66 +353,61 @@ def _runs(folder: pathlib.Path) -> list[list[tuple[int, float]]]:
 
 def _weights(folder: pathlib.Path, host: int) -> list[np.ndarray]:
     with np.load(folder / f"weights-{host}.npz") as arrays:
-        return [arrays[name] for name in arrays.files]
+        return [*arrays.values()]
 
 
 def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
     return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
 
 
-def document(results: Sequence[tuple[Case, Outcome]], seed: int, note: str) -> str:
-    """Returns the page: the method, a summary and the table."""
-    shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
-    correct = sum(not outcome.problem for _, outcome in results)
-    text = f"""\
-# Faults: hosts that are killed, stopped, cut off or taken away
-
-`make faults` (`python tools/faults.py docs/faults.md`) disturbs trainings of
-tfcdo {version.__version__} on one machine, whose
-processes are the hosts. Kinds, moments and hosts are drawn (seed {seed}). Each training has
-{_TOTAL_STEPS} steps and a `tfcdo.keras.BackupAndRestore(save_freq=10)`. Its gradients are reduced
-in many packs. `tfcdo launch` starts all hosts again after a fault, which takes most of the seconds.
-Where the network is cut, each host has a launcher of its own in its own network namespace.
-
-A result is correct if the final weights of all hosts are bitwise identical to an undisturbed
-training on the same number of hosts, and differ by at most {LARGEST_DIFFERENCE:g} from one device.
-No process may be left, and the training may not wait for longer than {LIMIT_SECONDS:g} s. So no
-host is stopped for good in a meeting, where others wait for it for ten minutes.
-
-**{correct} of {len(results)} cases are correct**, of 200 that are planned. {note}
-
-The share of useful time is the time of the steps, each counted once, of the time from the start of
-the launcher to the last step. The trainings take seconds, so starting hosts is most of it:
-undisturbed, the share is {shares} hosts.
-"""
-    kinds, moments = [], []
-    for kind, (_, name) in KINDS.items():
-        done = [outcome for case, outcome in results if case.kind == kind]
-        good = [outcome for outcome in done if not outcome.problem]
-        columns = ["-", "-", "-"]
-        if good:
-            repeated, seconds, useful = zip(*((o.repeated, o.seconds, o.useful) for o in good))
-            columns = [
-                f"{statistics.median(repeated):g}, {max(repeated)}",
-                f"{statistics.median(seconds):.1f}, {max(seconds):.1f}",
-                f"{100 * statistics.median(useful):.0f} %",
-            ]
-        kinds.append((name, len(done), len(good), *columns))
-    for moment, name in MOMENTS.items():
-        problems = [outcome.problem for case, outcome in results if case.moment == moment]
-        moments.append((moment, name, len(problems), problems.count("")))
-    tables: dict[str, Iterable[Iterable[object]]] = {
-        "fault | cases | correct | steps repeated (median, most) | seconds without a step (median, "
-        "most) | share of useful time (median)": kinds,
-        "moment | | cases | correct": moments,
-        "case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
-        "without a step | useful time | difference from one device | from the same hosts | "
-        "result": itertools.starmap(_cells, results),
+def parts(
+    results: Sequence[tuple[Case, Outcome]], planned: int, seed: int
+) -> dict[str, Iterable[str]]:
+    """Makes the lines of each part of the page."""
+    outcomes = {
+        name: [outcome for case, outcome in results if name in (case.kind, case.moment)]
+        for name in (*KINDS, *MOMENTS)
     }
-    # A paragraph is one line.
-    parts = [" ".join(part.split()) for part in text.split("\n\n")]
-    parts += ["\n".join(pages.table(heading, rows)) for heading, rows in tables.items()]
-    return "\n\n".join(parts) + "\n"
+    correct = {name: sum(not one.problem for one in ones) for name, ones in outcomes.items()}
+    total = sum(correct[kind] for kind in KINDS)
+    shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
+    return {
+        "counts": [
+            f"**{total} of {len(results)} cases are correct**, of {planned} that are planned, with "
+            f"tfcdo {version.__version__} and seed {seed}. Undisturbed, the share of useful time "
+            f"is {shares} hosts."
+        ],
+        "kinds": pages.table(
+            "fault | cases | correct | steps repeated (median, most) | seconds without a step "
+            "(median, most) | share of useful time (median)",
+            (
+                (name, len(outcomes[kind]), correct[kind], *_medians(outcomes[kind]))
+                for kind, (_, name) in KINDS.items()
+            ),
+        ),
+        "moments": pages.table(
+            "moment | | cases | correct",
+            (
+                (moment, name, len(outcomes[moment]), correct[moment])
+                for moment, name in MOMENTS.items()
+            ),
+        ),
+        "cases": pages.table(
+            "case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
+            "without a step | useful time | difference from one device | from the same hosts | "
+            "result",
+            itertools.starmap(_cells, results),
+        ),
+    }
+
+
+def _medians(outcomes: Iterable[Outcome]) -> Iterator[str]:
+    """Yields the medians of correct cases, and the largest values."""
+    good = [one for one in outcomes if not one.problem] or [Outcome("none")]
+    repeated, seconds, useful = zip(*((one.repeated, one.seconds, one.useful) for one in good))
+    yield f"{statistics.median(repeated):g}, {max(repeated)}"
+    yield f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
+    yield f"{100 * statistics.median(useful):.0f} %"
 
 
 def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
@@ -443,22 +421,10 @@ def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
     return (*cells, seconds, useful, *differences, outcome.problem or "correct")
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--count", type=int, default=200, help="number of cases")
-    parser.add_argument("--seed", type=int, default=SEED, help="seed of the drawn cases")
-    parser.add_argument("path", type=pathlib.Path, help="the document to write")
-    arguments = parser.parse_args()
-    cases = draw_cases(arguments.count, arguments.seed)
-    note = ""
-    if not can_cut():
-        kept = [case for case in cases if case.kind != "cut"]
-        note = (
-            f"{len(cases) - len(kept)} cases whose network is cut were left out, because "
-            "`unshare --net` needs root here."
-        )
-        print(note, flush=True)
-        cases = kept
+def main(count: str = "200", seed: str = str(SEED)) -> int:
+    """Runs the cases and makes the tables again after each; returns 1 if one is not correct."""
+    cut = can_cut()
+    cases = [case for case in draw_cases(int(count), int(seed)) if cut or case.kind != "cut"]
     results: list[tuple[Case, Outcome]] = []
     for case in pages.with_progress(
         cases, lambda case: f"{KINDS[case.kind][1]}, {MOMENTS[case.moment]}; {case.hosts} hosts"
@@ -466,9 +432,10 @@ def main() -> int:
         outcome = run_case(case)
         print(outcome.problem or "correct", flush=True)
         results.append((case, outcome))
-        arguments.path.write_text(document(results, arguments.seed, note))
+        for name, lines in parts(results, int(count), int(seed)).items():
+            pages.replace("docs/faults.md", f"faults.py, {name}", ["\n".join(lines)])
     return int(any(outcome.problem for _, outcome in results))
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    sys.exit(main(*sys.argv[1:]))

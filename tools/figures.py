@@ -1,7 +1,7 @@
-"""Trains and draws pictures of the documentation, and prints the tables next to them.
+"""Trains and draws pictures of the documentation, and makes the tables next to them.
 
-    python tools/figures.py loss docs/loss.png
-    python tools/figures.py wire docs/wire.png
+    python tools/figures.py loss    # docs/loss.png
+    python tools/figures.py wire    # docs/wire.png and docs/wire.md
 
 Both need scikit-learn (the extra `demo`), whose handwritten digits are learned.
 """
@@ -16,19 +16,13 @@ import keras
 import numpy as np
 import pages
 import tensorflow as tf
+import testing_utils as tu  # It configures the virtual devices.
 from matplotlib.figure import Figure
 
 import tfcdo
 
-NUM_DEVICES = 4
-EPOCHS = 12
+DEVICES = tu.device_names(4)
 _BATCH = 100  # 1,797 images: the last batch has 97, which does not divide.
-_NUM_TESTS = 397
-_LOSS_STYLES: dict[str, dict[str, Any]] = {
-    "one device": {"color": "black", "linewidth": 5, "alpha": 0.25},
-    "4 devices, TensorFlow": {"color": "C1", "linestyle": "--"},
-    "4 devices, tfcdo": {"color": "C0"},
-}
 # The wires that are compared, by name: the arguments of a class.
 WIRES: dict[str, dict[str, Any]] = {
     "float32": {},
@@ -37,25 +31,37 @@ WIRES: dict[str, dict[str, Any]] = {
     "float16": {"wire_dtype": "float16"},
     "float16, error feedback": {"wire_dtype": "float16", "error_feedback": True},
 }
-_WIRE_STYLES: dict[str, dict[str, Any]] = {
-    "float32": {"color": "k", "linewidth": 1.2},
-    "bfloat16": {"color": "C0", "linestyle": "--", "linewidth": 1.2},
-    "bfloat16, error feedback": {"color": "C0", "linewidth": 1.2},
+# By the name of the picture: its lines and its texts.
+STYLES: dict[str, dict[str, dict[str, Any]]] = {
+    "loss": {
+        "one device": {"color": "black", "linewidth": 5, "alpha": 0.25},
+        "4 devices, TensorFlow": {"color": "C1", "linestyle": "--"},
+        "4 devices, tfcdo": {"color": "C0"},
+    },
+    "wire": {
+        "float32": {"color": "k", "linewidth": 1.2},
+        "bfloat16": {"color": "C0", "linestyle": "--", "linewidth": 1.2},
+        "bfloat16, error feedback": {"color": "C0", "linewidth": 1.2},
+    },
+}
+TEXTS = {
+    "loss": {
+        "title": "One script with clipping and Dropout; only the strategy differs",
+        "xlabel": "epoch",
+        "ylabel": "training loss",
+    },
+    "wire": {
+        "title": "SGD where devices' gradients are large and their sum is small",
+        "xlabel": "step",
+        "ylabel": "loss above its minimum",
+        "xscale": "log",
+        "yscale": "log",
+    },
 }
 
 
-def devices(count: int = NUM_DEVICES) -> list[str]:
-    """Returns the names of the first virtual devices."""
-    return [f"/cpu:{index}" for index in range(count)]
-
-
-def strategy_with(wire: str) -> tf.distribute.Strategy:
-    """Returns a strategy whose gradients are sent as in `WIRES`."""
-    return tfcdo.MirroredStrategy(devices(), tfcdo.HierarchicalCopyAllReduce(**WIRES[wire]))
-
-
 def train_digits(
-    strategy: tf.distribute.Strategy, epochs: int = EPOCHS, num_tests: int = 0
+    strategy: tf.distribute.Strategy, epochs: int = 12, num_tests: int = 0
 ) -> tuple[list[float], float]:
     """Trains with clipping and Dropout; returns all losses, and the accuracy on other images."""
     from sklearn.datasets import load_digits
@@ -85,86 +91,58 @@ def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:
     """
     generator = np.random.default_rng(0)
     curvatures = np.logspace(-1, 0, 20).astype(np.float32)
-    minima = (1000 * generator.standard_normal((NUM_DEVICES, 20))).astype(np.float32)
+    minima = (1000 * generator.standard_normal((len(DEVICES), 20))).astype(np.float32)
     goal = np.mean(minima.astype(np.float64), axis=0)
-    strategy = strategy_with(wire)
-    with strategy.scope():
-        weights = tf.Variable(tf.zeros([20]))
-    rate = tf.Variable(1.0)
-
-    @tf.function
-    def step() -> Any:
-        def replica() -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            own = tf.constant(minima)[context.replica_id_in_sync_group]
-            gradient = curvatures * (weights - own)
-            # Two values, because a value that is reduced alone is exact. They are in one pack.
-            halves = context.all_reduce(tf.distribute.ReduceOp.MEAN, tf.split(gradient, 2))
-            weights.assign_sub(rate * tf.concat(halves, 0))
-            return weights.read_value()
-
-        return strategy.experimental_local_results(strategy.run(replica))[0]
-
+    ops = tfcdo.HierarchicalCopyAllReduce(**WIRES[wire])
+    weights = np.zeros(20, np.float32)
     losses = []
     for number in range(steps):
-        rate.assign(1 / (1 + number / 50))
-        losses.append(np.sum(curvatures / 2 * (step().numpy() - goal) ** 2))
+        gradients = curvatures * (weights - minima)
+        # Two values, because a value that is reduced alone is exact. They are in one pack.
+        halves = [tu.per_replica([*half]) for half in np.split(gradients, 2, axis=1)]
+        mean = np.concatenate([half.value for half in tu.all_reduce(ops, tu.MEAN, halves)])
+        weights -= np.float32(1 / (1 + number / 50)) * mean
+        losses.append(np.sum(curvatures / 2 * (weights - goal) ** 2))
     return np.array(losses)
 
 
-def _draw(lines: Mapping[str, Any], styles: Mapping[str, Any], **texts: str) -> Figure:
-    """Draws what some trainings had after each epoch or step."""
-    figure = Figure(figsize=(8, 4 if styles is _LOSS_STYLES else 4.5), layout="constrained")
+def draw(name: str, lines: Mapping[str, Sequence[float] | np.ndarray]) -> Figure:
+    """Draws the losses of some trainings after each epoch or step."""
+    figure = Figure(figsize=(8, 4), layout="constrained")
     axes = figure.subplots()
-    for name, style in styles.items():
-        axes.plot(np.arange(1, len(lines[name]) + 1), lines[name], label=name, **style)
-    axes.set(**texts)
+    for label, style in STYLES[name].items():
+        axes.plot(np.arange(1, len(lines[label]) + 1), lines[label], label=label, **style)
+    axes.set(**TEXTS[name])
     axes.legend()
     axes.grid(alpha=0.3)
     return figure
 
 
-def draw_losses(losses: Mapping[str, Sequence[float]]) -> Figure:
-    """Draws the losses of trainings over the epochs."""
-    title = "One script with clipping and Dropout; only the strategy differs"
-    return _draw(losses, _LOSS_STYLES, xlabel="epoch", ylabel="training loss", title=title)
-
-
-def draw_descents(losses: Mapping[str, np.ndarray]) -> Figure:
-    """Draws descents, by wire, as losses above the minimum over the steps."""
-    title = "SGD where devices' gradients are large and their sum is small"
-    scales = {"xscale": "log", "yscale": "log"}
-    texts = {"xlabel": "step", "ylabel": "loss above its minimum", "title": title}
-    return _draw(losses, _WIRE_STYLES, **scales, **texts)
-
-
-def loss() -> Figure:
+def loss() -> dict[str, Any]:
     """Trains on one device, and on four under each strategy."""
     strategies = {
-        "one device": tf.distribute.MirroredStrategy(devices(1)),
-        "4 devices, TensorFlow": tf.distribute.MirroredStrategy(devices()),
-        "4 devices, tfcdo": tfcdo.MirroredStrategy(devices()),
+        "one device": tf.distribute.MirroredStrategy(DEVICES[:1]),
+        "4 devices, TensorFlow": tf.distribute.MirroredStrategy(DEVICES),
+        "4 devices, tfcdo": tfcdo.MirroredStrategy(DEVICES),
     }
-    losses = {name: train_digits(strategy)[0] for name, strategy in strategies.items()}
-    for name, values in losses.items():
-        print(f"{name:22}", *(f"{value:.4f}" for value in values))
-    return draw_losses(losses)
+    return {name: train_digits(strategy)[0] for name, strategy in strategies.items()}
 
 
-def wire() -> Figure:
-    """Trains with each wire dtype."""
-    accuracies = (
-        (name, f"{train_digits(strategy_with(name), num_tests=_NUM_TESTS)[1]:.2%}")
-        for name in WIRES
-    )
-    print(*pages.table("wire | accuracy", accuracies), "", sep="\n")
+def wire() -> dict[str, Any]:
+    """Trains with each wire dtype; makes the page's tables."""
+    accuracies = []
+    for name, options in WIRES.items():
+        strategy = tfcdo.MirroredStrategy(DEVICES, tfcdo.HierarchicalCopyAllReduce(**options))
+        accuracies.append((name, f"{train_digits(strategy, num_tests=397)[1]:.2%}"))
+    pages.replace("docs/wire.md", "figures.py, digits", pages.table("wire | accuracy", accuracies))
     losses = {name: badly_scaled_losses(name) for name in WIRES}
     rows = ((name, f"{one[0]:.3g}", f"{one[-1]:.3g}") for name, one in losses.items())
-    print(*pages.table("wire | first step | last step", rows), sep="\n")
-    return draw_descents(losses)
+    table = pages.table("wire | first step | last step", rows)
+    pages.replace("docs/wire.md", "figures.py, quadratic", table)
+    return losses
 
 
 if __name__ == "__main__":
-    tfcdo.configure_virtual_cpus(NUM_DEVICES)
-    draw = {"loss": loss, "wire": wire}[sys.argv[1]]
-    draw().savefig(sys.argv[2], dpi=100)
+    picture = sys.argv[1]
+    drawn = draw(picture, {"loss": loss, "wire": wire}[picture]())
+    drawn.savefig(pages.ROOT / "docs" / f"{picture}.png", dpi=100)

@@ -1,19 +1,40 @@
-"""Writes the tables of pages that tools have measured, and shows the tools' progress."""
+"""Shared by the tools: tables of pages, progress, and calls in other processes."""
 
 from __future__ import annotations
 
+import contextlib
 import pathlib
 import re
 import sys
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import NamedTuple, TypeVar
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, NamedTuple, TypeVar
+
+from tfcdo.bench import worker_pool
 
 _Item = TypeVar("_Item")
 ROOT = pathlib.Path(__file__).absolute().parents[1]
 # A table of three such columns fits a screen.
 MAX_CELL = 56
 _MAX_MESSAGE = 140
+
+
+def call_apart(
+    command: Sequence[str], calls: Iterable[Mapping[str, Any]], seconds: float, **variables: str
+) -> Iterator[Any]:
+    """Yields the results of `run` in a process that serves it; None if a call ends or hangs it."""
+    pool = None
+    with contextlib.ExitStack() as process:
+        for call in calls:
+            if pool is None:
+                started = worker_pool.start_workers([sys.executable, *command], [variables])
+                pool = process.enter_context(started)
+            try:
+                yield from pool.call("run", seconds, **call)
+            except worker_pool.WorkerLostError:
+                process.close()
+                pool = None
+                yield None
 
 
 def with_progress(
@@ -28,14 +49,17 @@ def with_progress(
         yield item
 
 
-def replace_table(path: pathlib.Path, tool: str, lines: Sequence[str]) -> None:
-    """Writes a page with other lines between the markers that name a tool."""
+def replace(page: str | pathlib.Path, tool: str, lines: Iterable[str]) -> None:
+    """Writes a page with other lines between the markers that name a tool, as the lines come."""
     begin, end = f"<!-- made by tools/{tool}: begin -->", "<!-- end -->"
-    before, _, rest = path.read_text(encoding="utf-8").partition(begin)
+    before, _, rest = (ROOT / page).read_text(encoding="utf-8").partition(begin)
     _, found, after = rest.partition(end)
     if not found:
-        raise ValueError(f"{path} has no lines {begin!r} and {end!r}")
-    path.write_text("\n".join([f"{before}{begin}", *lines, f"{end}{after}"]), encoding="utf-8")
+        raise ValueError(f"{page} has no lines {begin!r} and {end!r}")
+    made = [f"{before}{begin}"]
+    for line in lines:
+        made.append(line)
+        (ROOT / page).write_text("\n".join([*made, f"{end}{after}"]), encoding="utf-8")
 
 
 def table(heading: str, rows: Iterable[Iterable[object]], numbers: int = 0) -> Iterator[str]:
@@ -50,7 +74,6 @@ def table(heading: str, rows: Iterable[Iterable[object]], numbers: int = 0) -> I
 class Row(NamedTuple):
     """The outcome of a case: ✓ if the user got a correct result, or the clear error there is."""
 
-    name: str
     mark: str
     text: str
 

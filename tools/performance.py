@@ -1,6 +1,4 @@
-"""Measures the table of docs/performance.md and its picture.
-
-    python tools/performance.py docs/performance.md
+"""Measures the first table of docs/performance.md and its picture: `make bench`.
 
 Each row is a run of `tfcdo bench` in a process of its own. All of them take half an hour on two
 cores, and want the machine for themselves.
@@ -14,7 +12,7 @@ import subprocess
 import sys
 import tempfile
 import timeit
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import msgspec
@@ -95,24 +93,18 @@ def draw(measured: Sequence[Measurement]) -> Figure:
     return figure
 
 
-def main(path: pathlib.Path) -> None:
-    """Measures and changes the page; the picture goes next to it."""
-    rows = []
-    for case in pages.with_progress(CASES):
-        rows.append(row(case, bench(case.split())[1]))
-        print(*rows[-1], flush=True)
+def lines() -> Iterator[str]:
+    """Measures, and makes the lines of the page."""
     run, sweep = bench(["-g", "4"])
-    draw(sweep).savefig(path.with_suffix(".png"), dpi=120)
+    draw(sweep).savefig(pages.ROOT / "docs" / "performance.png", dpi=120)
     versions = ", ".join(f"{name} {version}" for name, version in run["versions"].items())
     machine = f"{run['machine']['processor']} with {run['machine']['cores']} cores"
+    yield f"Virtual CPU devices of {machine}, {versions}, {run['date'][:10]}. Milliseconds."
+    yield ""
     heading = "`tfcdo bench` | tfcdo | TensorFlow's fastest | TensorFlow's default | floor"
-    lines = [
-        f"Virtual CPU devices of {machine}, {versions}, {run['date'][:10]}. Milliseconds.",
-        "",
-        *pages.table(heading, rows, numbers=4),
-    ]
-    pages.replace_table(path, "performance.py", lines)
+    rows = (row(case, bench(case.split())[1]) for case in pages.with_progress(CASES))
+    yield from pages.table(heading, rows, numbers=4)
 
 
 if __name__ == "__main__":
-    main(pathlib.Path(sys.argv[1]))
+    pages.replace("docs/performance.md", "performance.py", lines())

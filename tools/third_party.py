@@ -1,40 +1,30 @@
-"""Runs programs of other libraries under tfcdo's and TensorFlow's strategies: docs/third-party.md.
+"""Runs other libraries' programs under tfcdo's and TensorFlow's strategies: `make third-party`.
 
-    python tools/third_party.py docs/third-party.md    # in the environment of `make third-party`
+    python tools/third_party.py [PROGRAM ...]    # in the environment of `make third-party`
 
 Each program runs three times, in processes of its own: on one device, and on three virtual CPU
-devices under each strategy.
+devices under each strategy. The table is in docs/third-party.md.
 """
 
 from __future__ import annotations
 
 import dataclasses
 import importlib.metadata
-import json
-import os
-import pathlib
-import subprocess
 import sys
+from collections.abc import Iterator, Sequence
 from typing import Any
 
+import numpy as np
 import pages
+import tensorflow as tf
+import third_party_programs
 
+import tfcdo
+from tfcdo.bench import worker_pool
+
+KINDS = ("one", "tensorflow", "tfcdo")
 NUM_DEVICES = 3
 _SECONDS = 600
-_PAGE = """\
-# Other libraries
-
-Made by `make third-party` on TensorFlow {tensorflow} and tfcdo {tfcdo}: each program trains on one
-device and on 3 virtual CPU devices under `tf.distribute.MirroredStrategy` and
-`tfcdo.MirroredStrategy`. The table has the largest difference of the results to one device.
-✓: at most 3e-5. The programs are in
-[`tools/third_party_programs.py`](../tools/third_party_programs.py), each about 20 lines.
-
-{table}
-
-In BERT's row, Keras clips each replica's gradients before they are summed under TensorFlow's
-strategy.
-"""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,49 +52,31 @@ PROGRAMS = (
 )
 
 
-def run(name: str, kind: str) -> None:
-    """Runs one program in this process and prints its numbers, or its error."""
-    import tensorflow as tf
-    import third_party_programs
+class Strategy:
+    """A strategy of some kind, in a process of its own."""
 
-    import tfcdo
+    def __init__(self, kind: str) -> None:
+        devices = tfcdo.configure_virtual_cpus(NUM_DEVICES)
+        library = tfcdo if kind == "tfcdo" else tf.distribute
+        self._strategy = library.MirroredStrategy(devices[:1] if kind == "one" else devices)
 
-    devices = tfcdo.configure_virtual_cpus(NUM_DEVICES)
-    library = tfcdo if kind == "tfcdo" else tf.distribute
-    strategy = library.MirroredStrategy(devices[:1] if kind == "one" else devices)
-    found: Any
-    try:
-        values = getattr(third_party_programs, name)(strategy)
-        found = [value.tolist() for value in values]
-    except Exception as error:
-        found = pages.error_text(error)
-    print("RESULT", json.dumps(found))
+    def run(self, name: str) -> list[np.ndarray] | str:
+        """Returns a program's numbers, or its error."""
+        try:
+            return getattr(third_party_programs, name)(self._strategy)
+        except Exception as error:
+            return pages.error_text(error)
 
 
 def outcome(program: Program, kind: str) -> Any:
     """Runs one program in a process of its own; returns its numbers, or its error."""
-    environment = {
-        **os.environ,
-        "TF_CPP_MIN_LOG_LEVEL": "3",
-        "TF_USE_LEGACY_KERAS": str(int(program.legacy_keras)),
-    }
-    command = [sys.executable, __file__, "--run", program.name, kind]
-    try:
-        done = subprocess.run(
-            command, env=environment, capture_output=True, text=True, timeout=_SECONDS
-        )
-    except subprocess.TimeoutExpired:
-        return f"no result after {_SECONDS} s"
-    for line in done.stdout.splitlines():
-        if line.startswith("RESULT "):
-            return json.loads(line.removeprefix("RESULT "))
-    return "no result"
+    legacy = {"TF_USE_LEGACY_KERAS": str(int(program.legacy_keras)), "TF_CPP_MIN_LOG_LEVEL": "3"}
+    (result,) = pages.call_apart([__file__, kind], [{"name": program.name}], _SECONDS, **legacy)
+    return result or f"no result in {_SECONDS} s"
 
 
 def largest_difference(found: Any, expected: Any) -> float:
-    """Returns the largest absolute difference of two nested lists of numbers."""
-    import numpy as np
-
+    """Returns the largest absolute difference of two lists of numbers."""
     pairs = zip(found, expected, strict=True)
     return max(float(np.abs(np.subtract(a, b)).max(initial=0.0)) for a, b in pairs)
 
@@ -117,35 +89,29 @@ def cell(found: Any, expected: Any) -> str:
     return f"{'✓' if difference < 3e-5 else '✗'} {difference:.0e}"
 
 
-def row(program: Program) -> list[str]:
-    """Runs a program under all strategies; returns the cells of its row."""
-    import third_party_programs
+def rows(programs: Sequence[Program]) -> Iterator[list[str]]:
+    """Runs programs under all strategies; yields the cells of their rows."""
+    for program in pages.with_progress(programs, lambda program: program.name):
+        expected = outcome(program, "one")
+        if isinstance(expected, str):
+            cells = [f"{cell(expected, expected)} (on one device)"] * 2
+        else:
+            cells = [cell(outcome(program, kind), expected) for kind in ("tensorflow", "tfcdo")]
+        description = getattr(third_party_programs, program.name).__doc__.splitlines()[0]
+        package = f"{program.package} {importlib.metadata.version(program.package)}"
+        yield [package, description, *cells]
 
-    expected = outcome(program, "one")
-    description = getattr(third_party_programs, program.name).__doc__.splitlines()[0]
-    if isinstance(expected, str):
-        cells = [f"{cell(expected, expected)} (on one device)"] * 2
-    else:
-        cells = [cell(outcome(program, kind), expected) for kind in ("tensorflow", "tfcdo")]
-    package = f"{program.package} {importlib.metadata.version(program.package)}"
-    return [package, description, *cells]
 
-
-def main(path: pathlib.Path, names: list[str]) -> None:
-    """Runs the programs and writes the page."""
+def main(names: Sequence[str]) -> None:
+    """Runs the programs and makes the table."""
     chosen = [program for program in PROGRAMS if not names or program.name in names]
-    rows = []
-    for program in pages.with_progress(chosen, lambda program: program.name):
-        rows.append(row(program))
-        print(*rows[-1], flush=True)
-    table = "\n".join(pages.table("library | program | TensorFlow | tfcdo", rows))
-    versions = {name: importlib.metadata.version(name) for name in ("tensorflow", "tfcdo")}
-    text = _PAGE.format(**versions, table=table)
-    path.write_text(text, encoding="utf-8")
+    versions = f"TensorFlow {tf.__version__} | tfcdo {tfcdo.__version__}"
+    table = pages.table(f"library | program | {versions}", rows(chosen))
+    pages.replace("docs/third-party.md", "third_party.py", table)
 
 
 if __name__ == "__main__":
-    if sys.argv[1] == "--run":
-        run(*sys.argv[2:])
+    if sys.argv[-1] in KINDS:
+        worker_pool.serve(Strategy)
     else:
-        main(pathlib.Path(sys.argv[1]), sys.argv[2:])
+        main(sys.argv[1:])

@@ -1,6 +1,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import os
 import pathlib
 import shutil
@@ -30,16 +31,6 @@ while chunk := connection.recv(1 << 20):
 print(received)
 """
 
-_SHOW = ("tc", "qdisc", "show", "dev", "lo")
-# Seconds and bytes of each, in the order in which they take their turns.
-_STEPS = {
-    "tfcdo": (0.3, 2000),
-    "tfcdo bfloat16": (0.25, 1000),
-    "tfcdo int8": (0.22, 500),
-    "tf": (0.4, 3000),
-    "computing alone": (0.2, 10),
-}
-
 
 @contextlib.contextmanager
 def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.Loopback]:
@@ -53,32 +44,31 @@ def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.
         yield opened
 
 
+def _output_of(*command: str) -> str:
+    return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
+
+
 def _silently(rounds: Iterable[int], description: str) -> Iterable[int]:
     return rounds
 
 
 class HostsTest(absltest.TestCase):
     def test_steps_take_turns_and_each_is_counted(self):
-        steps: list[str] = []
-
         def call(method: str, timeout: float, name: str = "") -> list[float]:
-            """Answers as two workers would: the second is always slower, and both send."""
-            if method == "gradient_bytes":
-                return [1000] * 2
-            steps.append(name)
-            return [0.1, _STEPS[name][0] + len(steps) * 1e-6]
+            return [1000] * 2 if method == "gradient_bytes" else [0.1, 0.3]
 
-        opened = mock.Mock(command=())
-        opened.count_bytes = lambda: sum(_STEPS[name][1] for name in steps)
-        pool = contextlib.nullcontext(mock.Mock(call=call))
-        with mock.patch.object(worker_pool, "start_workers", lambda *_: pool):
+        pool = mock.Mock(call=mock.Mock(side_effect=call))
+        opened = mock.Mock(command=(), count_bytes=itertools.count(0, 500).__next__)
+        started = contextlib.nullcontext(pool)
+        with mock.patch.object(worker_pool, "start_workers", return_value=started):
             results = hosts.run(opened, 2, 3, 4, 1, _silently)
-        self.assertEqual(steps, [*_STEPS] * 5)
-        # A step ends when the slowest worker's does; the first round is warm-up.
+        steps = [one.kwargs["name"] for one in pool.call.call_args_list[1:]]
+        self.assertEqual(steps, 5 * [one.kind for one in results])
+        self.assertLen(results, 5)
         for one in results:
-            self.assertAlmostEqual(one.seconds, _STEPS[one.kind][0], places=4)
-            self.assertEqual(one.bytes_sent, _STEPS[one.kind][1])
-        self.assertEqual((results[0].size, results[0].num_devices), (1000, 3))
+            # A step ends when the slowest worker's does.
+            self.assertEqual((one.seconds, one.bytes_sent), (0.3, 500))
+            self.assertEqual((one.size, one.num_devices), (1000, 3))
 
     def test_tfcdo_sends_less(self):
         python = mock.patch.object(sys, "executable", warm_python.executable())
@@ -92,26 +82,20 @@ class HostsTest(absltest.TestCase):
 
 
 class LinkTest(absltest.TestCase):
-    def test_counts_what_its_own_programs_send_and_nothing_else(self):
-        with _open(self) as opened:
-            if not opened.command:
-                return
-            before = opened.count_bytes()
-            subprocess.run([sys.executable, "-c", _SENDER], check=True, stdout=subprocess.DEVNULL)
-            self.assertEqual(opened.count_bytes(), before)
-            self._send(opened)
-            sent = opened.count_bytes() - before
-        self.assertBetween(sent, 2_000_000, 2_100_000)
-
-    def test_the_rate_is_that_of_the_interface(self):
+    def test_has_a_rate_and_counts_what_its_own_programs_send(self):
+        show, send = ("tc", "qdisc", "show", "dev", "lo"), (sys.executable, "-c", _SENDER)
         with _open(self, 12.5e6) as opened:
+            before = opened.count_bytes()
             if not opened.command:
                 return
-            shown = self._output_of(*opened.command, *_SHOW)
-            self.assertRegex(shown, "tbf.* rate 100Mbit")
-            self._send(opened)
+            self.assertRegex(_output_of(*opened.command, *show), "tbf.* rate 100Mbit")
+            self.assertEqual(_output_of(*send), "2000000\n")
+            self.assertEqual(opened.count_bytes(), before)
+            self.assertEqual(_output_of(*opened.command, *send), "2000000\n")
+            self.assertBetween(opened.count_bytes() - before, 2_000_000, 2_100_000)
         # The machine's own interface is as it was.
-        self.assertNotIn("tbf", self._output_of(*_SHOW))
+        self.assertNotIn("tbf", _output_of(*show))
+        self.assertGreaterEqual(hosts.shared_link().count_bytes(), 2_000_000)
 
     def test_a_refusal_names_the_reason_and_a_remedy(self):
         with tempfile.TemporaryDirectory() as folder:
@@ -119,32 +103,17 @@ class LinkTest(absltest.TestCase):
                 pathlib.Path(folder, program).symlink_to(shutil.which(program) or "/bin/false")
             pathlib.Path(folder, "unshare").write_text("#!/bin/sh\necho Denied >&2; exit 1\n")
             pathlib.Path(folder, "unshare").chmod(0o755)
-            with (
-                mock.patch.dict(os.environ, PATH=f"{folder}:{os.environ['PATH']}"),
-                self.assertRaisesRegex(hosts.LinkError, r"refused \(Denied\): run it as root"),
-                hosts.open_link(None),
-            ):
-                pass
+            path = f"{folder}:{os.environ['PATH']}"
+            self.check_refused(path, r"refused \(Denied\): run it as root")
+        self.check_refused("", "unshare is not installed")
 
-    def test_a_missing_program_is_named(self):
+    def check_refused(self, path: str, message: str) -> None:
         with (
-            mock.patch.dict(os.environ, PATH=""),
-            self.assertRaisesRegex(hosts.LinkError, "unshare is not installed"),
+            mock.patch.dict(os.environ, PATH=path),
+            self.assertRaisesRegex(hosts.LinkError, message),
             hosts.open_link(None),
         ):
             pass
-
-    def test_the_shared_link_is_the_machines(self):
-        shared = hosts.shared_link()
-        self.assertEqual(shared.command, ())
-        self.assertGreaterEqual(shared.count_bytes(), 0)
-
-    def _send(self, opened: hosts.Loopback) -> None:
-        sent = self._output_of(*opened.command, sys.executable, "-c", _SENDER)
-        self.assertEqual(sent, "2000000\n")
-
-    def _output_of(self, *command: str) -> str:
-        return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
 if __name__ == "__main__":

@@ -1,3 +1,5 @@
+"""Workloads, the implementations that are compared, and how they are timed and checked."""
+
 from __future__ import annotations
 
 import dataclasses
@@ -7,20 +9,18 @@ import math
 import os
 import pathlib
 import timeit
+from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from bench_testing import (
-    SMALL,
     TF_HIERARCHICAL,
     forgets_the_last_device,
-    implementation_of,
     measurement_of,
-    names_of,
     setUpModule,  # noqa: F401
-    silently,
     tearDownModule,  # noqa: F401
 )
 from cli_testing import run_tfcdo
@@ -28,8 +28,54 @@ from cli_testing import run_tfcdo
 from tfcdo.bench import devices, measure, results, updates, workloads
 from tfcdo.bench.devices import choose_devices
 
+# Values of one shape are read together.
+_SMALL = workloads.Workload("small", ((3, 2), (5,), (), (3, 2)))
 
-class MeasureTest(parameterized.TestCase, tf.test.TestCase):
+
+def _implementation(name: str) -> measure.Implementation:
+    (found,) = measure.parse(name)
+    return found
+
+
+def _silently(sequence: Any, *, description: str) -> Any:
+    del description
+    return sequence
+
+
+class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
+    def test_shapes_are_those_of_the_keras_model(self):
+        variables = keras.applications.MobileNetV2(weights=None).trainable_variables
+        expected = [tuple(variable.shape) for variable in variables]
+        self.assertEqual(list(workloads.gradients_of("mobilenet").shapes), expected)
+
+    @parameterized.parameters(
+        # The published numbers of parameters, of BERT-base uncased.
+        ("bert-base", 199, 109_482_240),
+        ("resnet50", 214, 25_583_592),
+        ("tiny-matrices", 500, 32_000),
+    )
+    def test_number_of_values_and_elements(self, name: str, num_values: int, count: int):
+        workload = workloads.gradients_of(name, "float16")
+        self.assertLen(workload.shapes, num_values)
+        self.assertEqual((workload.count, workload.size), (count, 2 * count))
+
+    def test_sizes(self):
+        self.assertEqual(list(workloads.sizes(8, 512, 4)), [8, 32, 128, 512])
+        self.assertEqual(list(workloads.sizes(8, 500, 4)), [8, 32, 128])
+        # A value holds whole elements.
+        self.assertEqual(workloads.one_value(31, "float64").size, 24)
+
+    @parameterized.parameters(*workloads.DTYPES.values())
+    def test_sums_are_exact_in_every_dtype(self, dtype: str):
+        workload = workloads.Workload("w", ((1000,),), dtype)
+        arrays = [workloads.draw_values(workload, seed)[0] for seed in range(16)]
+        exact = np.sum(arrays, axis=0, dtype=np.int64)
+        summed = tf.add_n([tf.cast(array, dtype) for array in arrays])
+        self.assertAllEqual(tf.cast(summed, tf.int64), exact)
+        self.assertGreater(len(np.unique(exact)), 10)
+
+
+class MeasureTest(tf.test.TestCase):
     def test_steps_take_turns(self):
         taken: list[str] = []
         now = 0.0
@@ -46,15 +92,14 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
                 name: measure.TimedStep(functools.partial(step, name, seconds), 0.0, None).sample
                 for name, seconds in compared.items()
             }
-            times = results.take_turns(samples, 2, 1, silently)
+            times = results.take_turns(samples, 2, 1, _silently)
         # After the first round, as many calls of the short step as fill a sample.
         self.assertEqual("".join(taken), "ab" + 2 * "abbb")
         self.assertAllClose(times, {name: [one] * 2 for name, one in compared.items()})
 
     def test_algbw_and_busbw(self):
         one = measurement_of("x", "tf", 2e-6)
-        self.assertAllClose(one.algbw, 2e9)
-        self.assertAllClose(one.busbw, 2e9 * 2 * 3 / 4)
+        self.assertAllClose((one.algbw, one.busbw), (2e9, 2e9 * 2 * 3 / 4))
         cast = dataclasses.replace(one, sent_size=one.size // 2)
         self.assertAllClose((one.algbw, one.busbw / 2), (cast.algbw, cast.busbw))
         for noise in (-1e-6, 1e-6):
@@ -65,75 +110,72 @@ class MeasureTest(parameterized.TestCase, tf.test.TestCase):
         # The median of the differences, which is not the difference of the medians.
         name = "tfcdo.ReductionToOneDevice"
         walls = {"baseline": [1.0, 5.0, 9.0], name: [3.0, 6.0, 20.0]}
-        track = mock.Mock(side_effect=silently)
         with mock.patch.object(results, "take_turns", return_value=walls) as take_turns:
-            compared = [implementation_of(name)]
-            found = measure.run(SMALL, choose_devices(2), compared, 3, 0, track)
+            compared = [_implementation(name)]
+            found = measure.run(_SMALL, choose_devices(2), compared, 3, 0, _silently)
         self.assertSameElements(walls, take_turns.call_args.args[0])
-        self.assertEqual(take_turns.call_args.args[1:], (3, 0, track))
-        track.assert_called_once_with(compared, description="building and checking")
         self.assertAllClose([one.seconds for one in found], [2.0, 5.0])
         self.assertAllClose([one.spread for one in found], [5.0, 4.0])
         ours, baseline = found
-        self.assertEqual((ours.size, ours.count, ours.num_devices), (48, 12, 2))
-        self.assertEqual([one.kind for one in found], [ours.name[:5], results.BASELINE])
+        self.assertEqual((ours.size, ours.count, ours.num_devices), (72, 18, 2))
         self.assertEqual((ours.wrong, baseline.wrong), (0, None))
         self.assertGreater(ours.first_call or 0.0, 0.0)
 
 
-def _count_nodes(data: measure.Data, compared: measure.Implementation | None) -> int:
-    """Counts the ops in the graph of a step and in the functions it calls."""
-    function = measure._function(data, compared, returns=False).get_concrete_function()
-    graph = function.graph.as_graph_def()
-    return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
-
-
-class StepTest(parameterized.TestCase, tf.test.TestCase):
+class StepTest(tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
-        data = measure.Data(SMALL, choose_devices(3))
+        data = measure.Data(_SMALL, choose_devices(3))
         first, second, last = ([one.numpy() for one in variables] for variables in data.variables)
         # Each device has other values.
         self.assertNotAllEqual(first[0], second[0])
         self.assertEqual([one.device for one in data.variables[1]], [data.devices.names[1]] * 3)
-        self.assertAllEqual(first[0] + second[0] + last[0], data.sums[0])
         # What is left out is missed wherever it is not 0, on each of the three devices.
         expected = 3 * sum(np.count_nonzero(array) for array in last)
         self.assertGreater(expected, 0)
         ops = measure.Implementation("wrong", forgets_the_last_device())
-        wrong = measure.build(data, ops).num_wrong
-        self.assertEqual(wrong, expected)
+        self.assertEqual(measure.build(data, ops).num_wrong, expected)
         # A wrong shape is wrong in every element.
         values = [[tf.reshape(total, [1, -1]) for total in data.sums]] * 3
-        self.assertEqual(data.num_wrong(values), 3 * SMALL.count)
+        self.assertEqual(data.num_wrong(values), 3 * _SMALL.count)
 
-    @parameterized.parameters(*names_of(measure.parse("all")))
-    def test_every_implementation_is_right_on_two_devices(self, name: str):
-        devices = choose_devices(2)
-        one = implementation_of(name)
-        if one.reason_not_to_run(devices.names, "float32"):
-            self.assertIn("Nccl", name)
-            return
-        built = measure.build(measure.Data(SMALL, devices), one)
-        self.assertEqual(built.num_wrong, 0)
-        self.assertIsInstance(built.first_call, float)
+    def test_each_implementation_is_correct_unless_it_needs_nccl(self):
+        chosen, by_nccl = choose_devices(2), []
+        names = (
+            *("tf.distribute.ReductionToOneDevice()", "tfcdo.NcclAllReduce(num_packs=2)"),
+            *("tfcdo.AllReduceCrossDeviceOps", "tfcdo.AllReduceCrossDeviceOps('ring')"),
+        )
+        for one in (*measure.parse("all"), *map(_implementation, names)):
+            if reason := one.reason_not_to_run(chosen.names, "float32"):
+                self.assertIn("no NcclAllReduce kernel is registered for CPU", reason)
+                by_nccl.append(one.name)
+            else:
+                step = measure.build(measure.Data(_SMALL, chosen), one)
+                self.assertEqual(step.num_wrong, 0, one.name)
+        self.assertEqual(by_nccl, ["tfcdo.NcclAllReduce", "tf.NcclAllReduce", *names[1:3]])
 
-    def test_small_values_of_one_shape_are_read_together(self):
-        shapes = ((2, 3), (2**14 + 1,), (5,), (2, 3), (2**14 + 1,), (5,), (), (2, 3))
-        data = measure.Data(workloads.Workload("w", shapes), choose_devices(2))
-        self.assertEqual(data.coalesced, [[0, 3, 7], [1], [2, 5], [4], [6]])
-        values = data.read()
-        self.assertEqual([value.shape for value in values[1]], list(shapes))
-        for addends, total in zip(zip(*values, strict=True), data.sums, strict=True):
-            self.assertAllEqual(tf.add_n(addends), total)
+    def test_the_default_of_a_strategy(self):
+        self.assertIsNone(_implementation("tf.CollectiveAllReduce").ops)
+        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
+        default = strategy.extended._get_cross_device_ops(tf.constant(0.0))
+        self.assertEqual(type(default).__name__, "CollectiveAllReduce")
+
+    def test_the_dtype_on_the_wire(self):
+        cast = _implementation("tfcdo.AutoAllReduce(wire_dtype='bfloat16')")
+        self.assertEqual((cast.wire("float32"), cast.wire("int32")), ("bfloat16", None))
+        for name in ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice"):
+            self.assertIsNone(_implementation(name).wire("float32"))
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
         data = measure.Data(workloads.gradients_of("mobilenet"), choose_devices(4))
-        base = _count_nodes(data, None)
 
-        def added(name: str) -> int:
-            return _count_nodes(data, implementation_of(name)) - base
+        def nodes(compared: measure.Implementation | None) -> int:
+            """Counts the ops in the graph of a step and in the functions it calls."""
+            function = measure._function(data, compared, returns=False).get_concrete_function()
+            graph = function.graph.as_graph_def()
+            return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
-        self.assertLessEqual(added("tfcdo.AutoAllReduce"), 0.10 * added(TF_HIERARCHICAL))
+        ours, theirs = map(nodes, map(_implementation, ("tfcdo.AutoAllReduce", TF_HIERARCHICAL)))
+        self.assertLessEqual(ours - nodes(None), 0.10 * (theirs - nodes(None)))
 
 
 class UpdatesTest(tf.test.TestCase):
@@ -151,10 +193,10 @@ class UpdatesTest(tf.test.TestCase):
         self.assertIn("2 devices, all-reduce and adam update of 16.0 kB", output)
         self.assertEqual([*take_turns.call_args.args[0]], names)
         found = json.loads(path.read_text())["results"]
+        self.assertEqual([one["name"] for one in found], names)
         self.assertEqual([one["kind"] for one in found], ["tf", "tfcdo", "tfcdo"])
-        for one, name in zip(found, names, strict=True):
-            self.assertIn(name, output)
-            self.assertEqual((one["name"], one["size"], one["num_devices"]), (name, 16_000, 2))
+        for one in found:
+            self.assertIn(one["name"], output)
             # Tracing takes longer than a step.
             self.assertGreater(one["first_call"], one["seconds"])
         # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
@@ -164,19 +206,12 @@ class UpdatesTest(tf.test.TestCase):
 
 class DevicesTest(tf.test.TestCase):
     def test_cards_are_taken_if_there_are_enough(self):
-        devices = [
-            *(tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)),
-            *tf.config.list_physical_devices("CPU"),
-        ]
+        cards = [tf.config.PhysicalDevice(f"/physical_device:GPU:{n}", "GPU") for n in range(2)]
+        kinds = {"GPU": cards, "CPU": tf.config.list_physical_devices("CPU")}
+        details = {"device_name": "A Card"}
         with (
-            mock.patch.object(
-                tf.config,
-                "list_physical_devices",
-                lambda kind: [one for one in devices if one.device_type == kind],
-            ),
-            mock.patch.object(
-                tf.config.experimental, "get_device_details", lambda _: {"device_name": "A Card"}
-            ),
+            mock.patch.object(tf.config, "list_physical_devices", kinds.get),
+            mock.patch.object(tf.config.experimental, "get_device_details", lambda _: details),
         ):
             two, three = choose_devices(2), choose_devices(3)
         self.assertEqual((two.description, two.on_cpu), ("2 x A Card", False))
@@ -184,22 +219,20 @@ class DevicesTest(tf.test.TestCase):
         self.assertEqual(three.description, "3 virtual CPU devices, because there are only 2 GPUs")
         self.assertEndsWith(three.names[2], "device:CPU:2")
 
-
-class EvaluationTest(tf.test.TestCase):
-    def test_wrong_results_are_not_the_fastest(self):
-        wrong, slow, right = (
-            measurement_of(name, "tf", seconds, wrong=name == "tf.Wrong")
-            for name, seconds in (("tf.Wrong", 1.0), ("tf.Slow", 3.0), ("tf.Right", 2.0))
-        )
-        found = [wrong, slow, right, measurement_of("tfcdo.X", "tfcdo", 0.5)]
-        self.assertIs(results.fastest(found, "tf"), right)
-        self.assertIsNone(results.fastest(found, results.BASELINE))
-
     def test_cores_of_a_system_without_affinities(self):
         self.enter_context(mock.patch.object(os, "sched_getaffinity", create=True))
         del os.sched_getaffinity
         with mock.patch.object(os, "cpu_count", return_value=48):
             self.assertEqual(devices.describe_environment("2 devices")["machine"]["cores"], 48)
+
+
+class EvaluationTest(tf.test.TestCase):
+    def test_wrong_results_are_not_the_fastest(self):
+        wrong = measurement_of("tf.Wrong", "tf", 1.0, wrong=1)
+        slow, fast = measurement_of("tf.Slow", "tf", 3.0), measurement_of("tf.Fast", "tf", 2.0)
+        found = [wrong, slow, fast, measurement_of("tfcdo.X", "tfcdo", 0.5)]
+        self.assertIs(results.fastest(found, "tf"), fast)
+        self.assertIsNone(results.fastest(found, results.BASELINE))
 
 
 if __name__ == "__main__":

@@ -5,7 +5,6 @@ import errno
 import io
 import json
 import os
-import pathlib
 import re
 import sys
 from unittest import mock
@@ -29,8 +28,6 @@ from tfcdo.cli import bench as bench_cli
 
 
 def _bench(*arguments: str) -> Finished:
-    if arguments[0] == "workers":
-        return run_tfcdo("bench", arguments[0], "-n", "1", *arguments[1:])
     return run_tfcdo("bench", "-n", "1", "-w", "0", *arguments)
 
 
@@ -41,13 +38,11 @@ def _shown(width: int, *measured: results.Measurement) -> list[str]:
     return output.getvalue().rstrip().splitlines()
 
 
-class ReportTest(parameterized.TestCase, tf.test.TestCase):
+class ReportTest(tf.test.TestCase):
     def test_the_table_fits(self):
-        default, copies = (
-            dataclasses.replace(measurement_of(name, "tf", 0.2), size=437928960)
-            for name in ("tf.CollectiveAllReduce", TF_HIERARCHICAL)
-        )
-        lines = _shown(80, default, copies)
+        names = ("tf.CollectiveAllReduce", TF_HIERARCHICAL)
+        large = [dataclasses.replace(measurement_of(n, "tf", 0.2), size=437928960) for n in names]
+        lines = _shown(80, *large)
         self.assertNotIn("…", "".join(lines))
         self.assertIn("a title", lines[0])
         self.assertLessEqual(max(map(len, lines)), 80)
@@ -77,17 +72,14 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
             *("-d", "double", "--ops", cast, "--ops", "tf.ReductionToOneDevice"),
             *("--json", str(json_file)),
         )
-        self.assertIn("2 virtual CPU devices", output)
-        for heading in ("algbw", "busbw", "#wrong", "first call"):
-            self.assertIn(heading, output)
+        for shown in ("2 virtual CPU devices", "algbw", "busbw", "#wrong", "first call"):
+            self.assertIn(shown, output)
         # Sizes below an element are rounded up to it: each is measured once.
         titles = [f"{8 * n} bytes, {n} elements of float64, sum" for n in (1, 2)]
         self.assertEqual(re.findall(r"^ *(\d+ bytes, .*?) *$", output, re.MULTILINE), titles)
         written = json.loads(json_file.read_text())
         self.assertEqual(written["versions"]["tensorflow"], tf.__version__)
         self.assertEqual(written["devices"], "2 virtual CPU devices")
-        self.assertGreaterEqual(written["machine"]["cores"], 1)
-        self.assertLen(written["results"], 2 * (2 + 1))
         sizes = [(one["size"], one["sent_size"]) for one in written["results"]]
         self.assertEqual(sizes, [(8, 2), (8, None), (8, None), (16, 4), (16, None), (16, None)])
         for one in written["results"]:
@@ -101,10 +93,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         with mock.patch.object(measure, "run", run):
             status, output, _ = _bench(*sum((("--model", one) for one in models), ()), "-g", "2")
         self.assertEqual(status, 0, output)
-        measured = [call.args[0] for call in run.call_args_list]
-        self.assertEqual(
-            [(one.name, one.count) for one in measured], [*zip(models[:2], [32000] * 2)]
-        )
+        self.assertEqual([call.args[0].name for call in run.call_args_list], [*models[:2]])
 
     def test_a_wrong_result(self):
         with mock.patch.object(tfcdo, "wrong", forgets_the_last_device, create=True):
@@ -117,48 +106,39 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
                 self.assertGreater(int(row.split()[-3]), 0)
 
     @parameterized.parameters(
-        (("-b", "8X"), "'8X' is not a number of bytes"),
         (("-f", "1"), "--stepfactor"),
         (("-g", "1"), "--devices"),
         (("-n", "99999999999999999999"), "--iters"),
         (("-d", "float8"), "float8"),
-        (("--ops", "ring"), "ring: NameError: name 'ring' is not defined; write all, tfcdo, tf, "),
-        (("--ops", "tfcdo.Ring"), "AttributeError: module 'tfcdo' has no attribute 'Ring'"),
-        (("--ops", "tf.ReduceOp.SUM"), "makes no cross-device ops"),
-        (("--ops", "tfcdo.HierarchicalCopyAllReduce(num_packs=-1)"), "num_packs"),
-        (("--ops", "tf.CollectiveAllReduce(foo=1)"), "no attribute 'CollectiveAllReduce'"),
-        (("--ops", NO_FUNCTION), "not callable"),
-        (("--ops", "tf.NcclAllReduce"), "none of the implementations can run here"),
-    )
-    def test_a_wrong_option_gets_one_line(self, arguments: tuple[str, ...], named: str):
-        self.assert_one_line(named, *arguments)
-
-    @parameterized.parameters(
         (("-b", "1K", "-e", "8"), "--minbytes must be at most --maxbytes; got 1024 and 8 bytes"),
         (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
         (("--json", "out.txt"), "does not end in .json"),
-        (("--json", "folder.json"), "'folder.json' is a folder"),
-        (("workers", "1"), "'NUMBER': expected a number from 2 to 16; got '1'"),
+        (("workers", "1"), "a number from 2 to 16; got '1'; see tfcdo bench workers --help"),
         (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
-        (("--json", "no-such-folder/out.json"), "there is no folder 'no-such-folder'"),
         (("--workers", "2", "-g", "1", "--rate", "1gbit"), "; see tfcdo bench --help"),
         (("workers", "2", "-b", "8"), "No such option"),
-        (("-g", "2", "workers", "2"), "--iters and --warmup must follow the subcommand workers"),
+        (("-n", "2", "workers", "2"), "--iters must follow the subcommand workers"),
         (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),
-        (("--model", "tiny", "-e", "8"), "--maxbytes cannot"),
         (("--optimizer", "adam", "-b", "8"), "--minbytes cannot be given with --optimizer"),
     )
-    def test_a_wrong_option_is_found_before_tensorflow_starts(
-        self, arguments: tuple[str, ...], named: str
-    ):
-        (self.folder / "folder.json").mkdir()
-        self.addCleanup(os.chdir, pathlib.Path.cwd())
-        os.chdir(self.folder)
+    def test_a_wrong_option_is_found_before_tensorflow_starts(self, arguments, named):
         with mock.patch.dict(sys.modules, tensorflow=None):
-            self.assert_one_line(named, *arguments)
+            self.assert_refused(re.escape(named), "bench", *arguments)
 
-    def assert_one_line(self, named: str, *arguments: str) -> None:
-        status, _, errors = _bench(*arguments)
+    @parameterized.parameters(
+        ("ring", "ring: NameError: name 'ring' is not defined; write all, tfcdo, tf, "),
+        ("tfcdo.Ring", "AttributeError: module 'tfcdo' has no attribute 'Ring'"),
+        ("tf.ReduceOp.SUM", "makes no cross-device ops"),
+        ("tfcdo.HierarchicalCopyAllReduce(num_packs=-1)", "num_packs"),
+        ("tf.CollectiveAllReduce(foo=1)", "no attribute 'CollectiveAllReduce'"),
+        ("tf.NcclAllReduce", "none of the implementations can run here"),
+        # An argument that tfcdo's own check names when it is used, and two without a check.
+        ("tfcdo.ReductionToOneDevice(reduce_to_device='CPU:99')", ": reduce_to_device must name a"),
+        ("tf.ReductionToOneDevice(reduce_to_device='x')", "'x'): Unknown attribute 'x'"),
+        (NO_FUNCTION, f"{NO_FUNCTION}: 'int' object is not callable"),
+    )
+    def test_a_wrong_implementation(self, name: str, named: str):
+        status, _, errors = _bench("--ops", name)
         self.assertEqual(status, 2)
         (line,) = errors.splitlines()
         self.assertStartsWith(line, "tfcdo: ")

@@ -15,43 +15,29 @@ from absl.testing import absltest, parameterized
 
 import tfcdo.version
 from tfcdo.cli import commands, options
-from tfcdo.cli.options import quiet_start
 
-# Runs the command as its console script does, then says on standard error whether TensorFlow is
-# there; modules named first are made to look as if they were not installed.
+# Runs the command as its console script does, as if a module were not installed.
 _ENTRY = """
 import sys
-hidden, sys.argv = sys.argv[1].split(), ["tfcdo", *sys.argv[2:]]
-sys.modules.update(dict.fromkeys(hidden))
+sys.modules[sys.argv[1]], sys.argv = None, ["tfcdo", *sys.argv[2:]]
 from tfcdo.cli.main import main
-try:
-    main()
-finally:
-    if "tensorflow" in sys.modules:
-        print("TensorFlow was imported", file=sys.stderr)
+main()
 """
 
 
-def _tfcdo(*arguments: str, hidden: str = "") -> subprocess.CompletedProcess[str]:
-    return warm_python.run_cold("-c", _ENTRY, hidden, *arguments)
-
-
 class CommandTest(cli_testing.CommandTestCase):
-    def test_version_does_not_wait_for_tensorflow(self):
-        result = _tfcdo("--version")
-        self.assertEqual(result.stdout, f"tfcdo {tfcdo.version.__version__}\n")
-        self.assertEqual((result.returncode, result.stderr), (0, ""))
-
-    def test_help_does_not_wait_for_tensorflow(self):
+    def test_version_and_help_do_not_wait_for_tensorflow(self):
         script = (
             "import sys\n"
             "from tfcdo.cli import commands\n"
+            "commands.run(['--version'])\n"
             "commands.run([])\n"
             "for name in commands.COMMANDS: print(commands.run([name, '--help']))\n"
             "assert 'tensorflow' not in sys.modules"
         )
         result = warm_python.run_cold("-c", script)
         self.assertEqual((result.returncode, result.stderr), (0, ""))
+        self.assertStartsWith(result.stdout, f"tfcdo {tfcdo.version.__version__}\n")
         self.assertEqual(result.stdout.count("\n0\n"), len(commands.COMMANDS))
         for name in commands.COMMANDS:
             self.assertRegex(result.stdout, f"(?m)^  {name} ")
@@ -60,12 +46,9 @@ class CommandTest(cli_testing.CommandTestCase):
     @parameterized.parameters(
         (("no-such-command",), "'no-such-command': there are doctor"),
         (("--no-such-option",), "; see tfcdo --help"),
-        (("bench", "workers", "1"), "; see tfcdo bench workers --help"),
         (("doctor", "x"), "files require --blackbox; see tfcdo doctor --help"),
         (("plan",), "--topology names the machine: dgx1, dgx1_p100, "),
-        (("doctor", "--devices", "0"), "--devices"),
         (("doctor", "--devices", "many"), "--devices"),
-        (("trace", "--seconds", "-1"), "--seconds"),
         (("trace", "--seconds", "inf"), "--seconds"),
     )
     def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
@@ -73,19 +56,18 @@ class CommandTest(cli_testing.CommandTestCase):
 
     @parameterized.parameters(
         ("click", "cli", "launch", "script.py"),
-        ("rich", "cli", "launch", "script.py"),
         ("psutil", "cli", "launch", "script.py"),
         # It is missed before anything is computed.
         ("matplotlib", "plot", "plan", "--topology", "dgx1", "--draw", "a.png"),
     )
     def test_a_missing_package_gets_one_line_with_the_remedy(self, package, extra, *arguments):
-        result = _tfcdo(*arguments, hidden=package)
+        result = warm_python.run_cold("-c", _ENTRY, package, *arguments)
         self.assertEqual((result.returncode, result.stdout), (1, ""))
         remedy = f"in a clone of tfcdo, pip install '.[{extra}]'"
         self.assertEqual(result.stderr, f"tfcdo: {package} is not installed: {remedy}\n")
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
-        result = _tfcdo("--version", hidden="tfcdo.cli.commands")
+        result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")
         self.assertIn("ModuleNotFoundError", result.stderr)
 
     def test_an_interrupt_gets_one_line(self):
@@ -101,7 +83,7 @@ class CommandTest(cli_testing.CommandTestCase):
     )
     def test_output_that_does_not_get_through(self, shell: str, named: str):
         """It gets one line and a status of its own."""
-        script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, ''])} {shell}"
+        script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} {shell}"
         # Python flushes a buffered output once more at its end, and may complain a second time.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
         result = subprocess.run(
@@ -132,14 +114,9 @@ class OptionsTest(parameterized.TestCase):
         (options.parse_size, r"^there can be at most 2\^63 - 1 bytes$", str(2**63), "8589934592G"),
         (options.parse_size, r"^there can be at most", "1" * 400, "1" * 5000 + ".5K"),
         (
-            options.parse_bandwidth,
-            "not a bandwidth such as",
-            "",
-            "0gbit",
-            "-1gbit",
-            "1gbit; reboot",
+            *(options.parse_bandwidth, "not a bandwidth such as"),
+            *("", "0gbit", "-1gbit", "1gbit; reboot", "9" * 400 + "gbit"),
         ),
-        (options.parse_bandwidth, "not a bandwidth such as", "9" * 400 + "gbit"),
     )
     def test_refused(self, parse, message: str, *texts: str):
         for text in texts:
@@ -164,14 +141,10 @@ class OptionsTest(parameterized.TestCase):
                 for option in parameter.opts:
                     if len(option) == 2:
                         meanings.setdefault(option, set()).add(max(parameter.opts, key=len))
-        # The first ones are nccl-tests' letters.
-        single = "-e --maxbytes -f --stepfactor -n --iters -w --warmup -d --datatype -J --json"
-        single += " -t --topology -a --algorithm -m --module -o --output"
-        words = single.split()
-        expected = {letter: {word} for letter, word in zip(words[::2], words[1::2])}
-        expected["-b"] = {"--bytes", "--minbytes"}
-        expected["-g"] = {"--devices", "--devices-per-worker"}
-        self.assertEqual(meanings, expected)
+        several = {letter for letter, words in meanings.items() if len(words) > 1}
+        self.assertEqual(several, {"-b", "-g"})
+        self.assertEqual(meanings["-b"], {"--bytes", "--minbytes"})
+        self.assertEqual(meanings["-g"], {"--devices", "--devices-per-worker"})
 
 
 class QuietStartTest(absltest.TestCase):
@@ -191,10 +164,6 @@ class QuietStartTest(absltest.TestCase):
         )
         result = warm_python.run_cold("-c", script)
         self.assertEqual((result.returncode, result.stderr), (3, "news, more, more, the reason"))
-
-    def test_passes_an_error_on(self):
-        with self.assertRaises(KeyError), quiet_start():
-            raise KeyError
 
 
 if __name__ == "__main__":

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import errno
 import os
 import re
 import sys
@@ -11,7 +10,7 @@ from unittest import mock
 
 import warm_python
 from absl.testing import absltest, parameterized
-from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
+from cli_testing import CommandTestCase, rows_of_table
 from rich import console as rich_console
 
 from tfcdo.cli import options
@@ -30,7 +29,6 @@ _TABLE = """\
 GPU0     X      NV4     0-15            0
 GPU1    NV4      X      0-15            0
 """
-_NO_SUCH_FILE = os.strerror(errno.ENOENT)
 
 
 def _two_devices(name: str, wire: str) -> str:
@@ -74,8 +72,7 @@ class PlanTest(CommandTestCase):
     def test_one_device_needs_nothing(self):
         output = self.output_of("plan", "--topology", "nvswitch:1", "-b", "1KB")
         self.assertIn("All-reduce of 1.00 kB on the only device of nvswitch", output)
-        row = rows_of_table(output)["ring"]
-        self.assertEqual(row, ["1", "none", "0 B", "0 s", "0 s", "-"])
+        self.assertEqual(rows_of_table(output)["ring"], ["1", "none", "0 B", "0 s", "0 s", "-"])
 
     def test_a_machine_from_a_table(self):
         saved = self.folder / "topo.txt"
@@ -115,20 +112,6 @@ class PlanTest(CommandTestCase):
             self.assertIn(chosen, bold)
             self.assertEqual(self.output_of(*arguments), self.output_of(*arguments[:-2]))
 
-    def test_each_schedule_is_simulated_once(self):
-        machine = preset("nvswitch", 3)
-        # Packed trees that are searched for are simulated, too.
-        algorithms.make_plan("packed_trees", machine, 10**6)
-        evaluated = simulator.robust_seconds
-        with (
-            mock.patch.object(algorithms, "fastest_algorithm", return_value="ring"),
-            mock.patch.object(simulator, "robust_seconds", wraps=evaluated) as robust_seconds,
-        ):
-            self.output_of("plan", "-t", "nvswitch:3", "-b", "1MB", "-a", "ring")
-        simulated = [call.args[0].trees for call in robust_seconds.call_args_list]
-        self.assertIn(algorithms.make_plan("ring", machine, 10**6).trees, simulated)
-        self.assertLen(simulated, len(algorithms.ALGORITHMS) - 1)
-
     def test_across_hosts(self):
         output = self.output_of(
             "plan",
@@ -146,15 +129,10 @@ class PlanTest(CommandTestCase):
 
 class WrongTest(CommandTestCase):
     @parameterized.parameters(
-        ("--topology",),
         ("--topology.*'dgx9' is neither a file nor a known machine: dgx1, ", "-t", "dgx9"),
         ("num_devices of 'dgx1' must be at most 8", "-t", "dgx1:9"),
-        ("num_devices must be at least 1", "-t", "nvswitch:0"),
         ("'nvswitch:9999999999' is neither", "-t", "nvswitch:9999999999"),
-        ("'dgx1:many' is neither", "-t", "dgx1:many"),
-        ("'100X' is not a number of bytes", "-t", "dgx1", "-b", "100X"),
         ("'0' is not a number of bytes", "-t", "dgx1", "-b", "0"),
-        ("--bytes': there can be at most", "-t", "dgx1", "-b", "9" * 400),
         ("'magic'.*'packed_trees'", "-t", "dgx1", "-a", "magic"),
         ("at most 128 devices.*'pcie' has 129", "-t", "pcie:129"),
         ("'a.pdf' does not end in .png or .svg", "-t", "dgx1", "--draw", "a.pdf"),
@@ -162,9 +140,7 @@ class WrongTest(CommandTestCase):
         ("'.*/a.png' is a folder", "-t", "dgx1", "--draw", "{folder}/a.png"),
         ("--hosts", "-t", "dgx1", "--hosts", "1025"),
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
-        ("'0' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "0"),
         ("--save and --draw are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
-        ("--draw are for one host", "-t", "dgx1", "--hosts", "2", "--draw", "a.png"),
         # Before this machine is measured.
         ("--exchange needs --hosts", "-t", "here", "--exchange", "bfloat16"),
         ("--network .*needs --hosts", "-t", "here", "--network", "12.5G"),
@@ -179,7 +155,6 @@ class WrongTest(CommandTestCase):
 
     @parameterized.parameters(
         (b"", "file: no table of `nvidia-smi topo -m`"),
-        (b"     GPU0 GPU1\nGPU0 X WAT\nGPU1 WAT X\n", "line 2: row GPU0, column GPU1: .* got WAT"),
         (b'{"name": ', "file: .*JSON"),
         (b"\n[1]", "file: not a topology"),
         (b"\xff\xfe\x00\x01", "file: expected text"),
@@ -192,12 +167,6 @@ class WrongTest(CommandTestCase):
     def test_closed_standard_input(self):
         with mock.patch.object(sys, "stdin", None):
             self.assert_refused("-: standard input is closed", "plan", "-t", "-")
-
-    def test_a_picture_that_cannot_be_written(self):
-        path = self.folder / "a.png"
-        path.symlink_to(self.folder / "missing" / "a.png")
-        status, _, errors = run_tfcdo("plan", "-t", "pcie:2", "-b", "1MB", "--draw", str(path))
-        self.assertEqual((status, errors), (1, f"tfcdo: {path}: {_NO_SUCH_FILE}\n"))
 
 
 class ProcessTest(CommandTestCase):
@@ -228,8 +197,7 @@ class SavedTest(CommandTestCase):
         arguments += ["--num-packs", str(num_packs)] if num_packs else []
         self.assertIn(f" in {path}\n", self.output_of("plan", *arguments))
         found = Evaluation.read(path)
-        self.assertEqual(found.topology, machine)
-        self.assertEqual(found.algorithm, algorithm)
+        self.assertEqual((found.topology, found.algorithm), (machine, algorithm))
         wanted = algorithms.make_plan(found.resolved, machine, 10**7, num_packs)
         for one, other in zip(found.plan.packs, wanted.packs, strict=True):
             self.assertEqual((one.tree, one.after), (other.tree, other.after))
@@ -240,8 +208,6 @@ class SavedTest(CommandTestCase):
         self.assertGreaterEqual(found.seconds, found.bound)
         ordered = simulator.simulate(found.plan, machine).seconds
         self.assertAlmostEqual(found.ordered_seconds, ordered)
-        origin = "packed trees for pcie" if found.resolved == "packed_trees" else "own trees"
-        self.assertIn(origin, found.origin)
 
     def test_windows_are_saved(self):
         machine = preset("pcie", 2)

@@ -16,10 +16,8 @@ TWO = {"worker": ["a:1", "b:2"]}
 class FromSpecTest(parameterized.TestCase):
     def test_the_chief_comes_first(self):
         spec = {"worker": ["b:2", "c:3"], "chief": ["a:1"], "ps": ["p:9"], "evaluator": ["e:5"]}
-        cluster = config.from_spec(spec, "worker", 1)
-        chief = config.from_spec(spec, "chief", 0)
-        assert cluster is not None
-        assert chief is not None
+        cluster, chief = config.from_spec(spec, "worker", 1), config.from_spec(spec, "chief", 0)
+        assert cluster and chief
         self.assertEqual(["a:1", "b:2", "c:3"], [task.address for task in cluster.tasks])
         self.assertEqual((2, (0, 1)), (cluster.index, cluster.others))
         self.assertFalse(cluster.is_chief)
@@ -27,14 +25,14 @@ class FromSpecTest(parameterized.TestCase):
         self.assertEqual("host 1 (/job:worker/task:0 at b:2)", cluster.name(1))
         self.assertEqual("/job:worker/replica:0/task:1", cluster.tasks[2].device_prefix)
 
-    @parameterized.parameters(({}, None, None), ({**TWO, "evaluator": ["e:1"]}, "evaluator", 0))
-    def test_alone(self, spec, job, index):
-        self.assertIsNone(config.from_spec(spec, job, index))
-
-    def test_one_worker_beside_an_evaluator(self):
-        cluster = config.from_spec({"worker": ["a:1"], "evaluator": ["e:1"]}, "worker", 0)
-        assert cluster is not None
-        self.assertEqual(["a:1"], [task.address for task in cluster.tasks])
+    @parameterized.parameters(
+        ({}, None, None, None),
+        ({**TWO, "evaluator": ["e:1"]}, "evaluator", 0, None),
+        ({"worker": ["a:1"], "evaluator": ["e:1"]}, "worker", 0, ["a:1"]),
+    )
+    def test_alone(self, spec, job, index, addresses):
+        cluster = config.from_spec(spec, job, index)
+        self.assertEqual(addresses, cluster and [task.address for task in cluster.tasks])
 
     @parameterized.parameters(
         (TWO, None, None, "must say which task"),
@@ -52,20 +50,18 @@ class FromSpecTest(parameterized.TestCase):
         ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
     )
     def test_mistakes(self, spec, job, index, message):
-        with self.assertRaisesRegex(ValueError, message):
-            config.from_spec(spec, job, index)
+        self.assertRaisesRegex(ValueError, message, config.from_spec, spec, job, index)
 
 
 class TfConfigTest(parameterized.TestCase):
-    def check(self, text: str) -> None:
+    def read(self, text: str) -> config.Cluster | None:
         with mock.patch.dict(os.environ, {"TF_CONFIG": text}):
-            config.from_tf_config()
+            return config.from_tf_config()
 
-    @parameterized.parameters(
-        "", " ", "{}", json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}})
-    )
-    def test_valid(self, text):
-        self.check(text)
+    def test_valid(self):
+        self.assertEqual([None] * 3, [self.read(text) for text in ("", " ", "{}")])
+        cluster = self.read(json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}}))
+        self.assertEqual(1, cluster and cluster.index)
 
     @parameterized.parameters(
         ("{'cluster': 1}", "TF_CONFIG must be JSON with 'cluster' .* got .*malformed"),
@@ -75,13 +71,10 @@ class TfConfigTest(parameterized.TestCase):
         ('{"cluster": {"worker": [1]}}', "Expected `str`, got `int` - at `..cluster"),
         ('{"cluster": {"worker": []}}', "Expected `array` of length >= 1 - at `..cluster"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"index": "x"}}', "`int . null`, got `str`"),
-        ('{"cluster": {"worker": ["a:b"]}}', "got 'a:b'"),
-        ('{"cluster": {"worker": ["a:1"]}}', "must say which task"),
         ('{"cluster": {"worker": ["a:1"]}, "task": {"type": "worker", "index": 1}}', "got 1"),
     )
     def test_mistakes(self, text, message):
-        with self.assertRaisesRegex(ValueError, message):
-            self.check(text)
+        self.assertRaisesRegex(ValueError, message, self.read, text)
 
     def test_an_address_in_brackets(self):
         self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))

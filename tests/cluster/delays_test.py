@@ -39,50 +39,42 @@ def steps_of(host_waits, step=0.5, first=1000.0):
 
 
 class MeasureTest(parameterized.TestCase):
-    @parameterized.parameters(50, 2500)  # With many, the first times are overwritten.
-    def test_the_waits_of_the_last_steps(self, steps):
+    # With many steps, the first times are overwritten; an unfinished collective does not count.
+    @parameterized.parameters((50, 0), (2500, 0), (16, 1))
+    def test_the_waits_of_the_last_steps(self, steps, unfinished):
         waits = np.random.default_rng(1).uniform(0.0, 0.4, steps)
-        result = watch.measure([made_kind("k", steps_of(waits))])["k"]
-        self.assertEqual(steps - 1, result.last)
-        np.testing.assert_allclose(result.seconds, waits[-20:], atol=2e-6)
+        kind = made_kind("k", steps_of(waits), begun=2 * steps - unfinished)
+        result = watch.measure([kind])["k"]
+        whole = steps - unfinished
+        self.assertEqual(whole - 1, result.last)
+        np.testing.assert_allclose(result.seconds, waits[1:whole][-20:], atol=2e-6)
         self.assertAlmostEqual(0.5, result.step_seconds, places=6)
 
     def test_steps_of_which_collectives_are_forgotten_do_not_count(self):
         often = steps_of(np.full(2100, 0.1))
         seldom = steps_of(np.zeros(2100))[69::70] + 0.2
         result = watch.measure([made_kind("often", often), made_kind("seldom", seldom)])
-        self.assertLen(result["seldom"].seconds, 14)
         np.testing.assert_allclose(result["seldom"].seconds, np.full(14, 7.0), atol=2e-6)
-
-    def test_a_collective_that_is_not_over_does_not_count(self):
-        times = steps_of(np.full(16, 0.1))
-        result = watch.measure([made_kind("k", times, begun=31)])["k"]
-        self.assertEqual(14, result.last)
-        np.testing.assert_allclose(result.seconds, np.full(14, 0.1), atol=2e-6)
 
     def test_a_step_has_the_waits_of_all_its_collectives(self):
         # Twice a step, 0.1 and 0.02; and 3 packs, once a step, each 0.01.
         often = np.stack([steps_of(np.full(30, 0.1)), steps_of(np.full(30, 0.02)) + 0.11], 1)
         once = [steps_of(np.full(30, 0.01)) + shift for shift in (0.2, 0.22, 0.24)]
-        kinds = [
-            made_kind("often", often.reshape(60, 1, 2)),
-            made_kind("once", np.concatenate(once, 1)),
-        ]
-        result = watch.measure(kinds)
-        np.testing.assert_allclose(result["once"].seconds, np.full(20, 0.15), atol=2e-6)
-        self.assertAlmostEqual(0.5, result["once"].step_seconds, places=6)
+        kinds = {"often": often.reshape(60, 1, 2), "once": np.concatenate(once, 1)}
+        result = watch.measure([made_kind(*kind) for kind in kinds.items()])["once"]
+        np.testing.assert_allclose(result.seconds, np.full(20, 0.15), atol=2e-6)
+        self.assertAlmostEqual(0.5, result.step_seconds, places=6)
 
-    @parameterized.parameters(0, 1, 10)
-    def test_nothing_from_few_steps(self, steps):
-        self.assertEmpty(watch.measure([made_kind("k", steps_of(np.full(steps, 0.1)))]))
+    def test_nothing_from_few_steps(self):
+        for steps in (0, 1, 10):
+            self.assertEmpty(watch.measure([made_kind("k", steps_of(np.full(steps, 0.1)))]))
 
 
 class CompareTest(parameterized.TestCase):
     def compared(self, waits, step=0.5):
-        """Compares hosts that wait so long: `[host, step]`."""
-        return watch.compare(
-            [watch.measure([made_kind("k", steps_of(host, step))]) for host in waits]
-        )
+        """Compares hosts that wait so long, `[host, step]`, and whose clocks differ."""
+        times = [steps_of(own, step, first=7e6 * host) for host, own in enumerate(waits)]
+        return watch.compare([watch.measure([made_kind("k", own)]) for own in times])
 
     @parameterized.parameters(2, 3, 4)
     def test_the_host_that_waits_least(self, hosts):
@@ -96,21 +88,15 @@ class CompareTest(parameterized.TestCase):
         self.assertAlmostEqual(0.36, result[1].share, delta=0.01)
 
     @parameterized.parameters(
-        ([0.2, 0.0, 0.2, 0.0], [False, True, False, True]),
-        ([0.2, 0.0, 0.001, 0.002], [False] * 4),  # One that is faster makes none slow.
+        ([0.2, 0.0, 0.2, 0.0], 0.5, 0.2, [0, 20, 0, 20]),
+        ([0.2, 0.0, 0.001, 0.002], 0.5, 0.002, [0] * 4),  # One that is faster makes none slow.
+        ([0.009, 0.0], 0.01, 0.009, [0, 0]),  # Too short.
+        ([0.04, 0.0], 0.5, 0.04, [0, 0]),  # A long step.
     )
-    def test_several_of_four(self, waits, slow):
-        result = self.compared(np.array(waits)[:, np.newaxis] * np.ones(30))
-        self.assertEqual(slow, [one.is_slow for one in result])
-
-    @parameterized.parameters(
-        (0.009, 0.01),  # Too short.
-        (0.04, 0.5),  # A long step.
-    )
-    def test_a_small_delay_is_none(self, delay, step):
-        result = self.compared([np.full(30, delay), np.zeros(30)], step)
-        self.assertEqual(0, result[1].late_steps)
-        self.assertAlmostEqual(delay, result[1].seconds, places=5)
+    def test_late_steps(self, waits, step, seconds, late):
+        result = self.compared(np.outer(waits, np.ones(30)), step)
+        self.assertAlmostEqual(seconds, result[1].seconds, places=5)
+        self.assertEqual(late, [one.late_steps for one in result])
 
     def test_late_by_turns_is_not_slow(self):
         turns = np.tile([0.2, 0.0], 15)
@@ -118,16 +104,11 @@ class CompareTest(parameterized.TestCase):
 
     def test_only_steps_that_all_have(self):
         waits = np.random.default_rng(4).uniform(0.0, 0.4, (2, 40))
-        published = [
-            watch.measure([made_kind("k", steps_of(host[:count]))])
-            for host, count in zip(waits, (40, 33))
-        ]
-        result = watch.compare(published)
+        result = self.compared([waits[0], waits[1, :33]])
         self.assertEqual(13, result[0].steps)
         expected = np.maximum(0.0, waits[1, 20:33] - waits[0, 20:33])
         self.assertAlmostEqual(np.median(expected), result[0].seconds, places=5)
-        published[1] = watch.measure([made_kind("k", steps_of(waits[1, :29]))])
-        self.assertEmpty(watch.compare(published))
+        self.assertEmpty(self.compared([waits[0], waits[1, :29]]))
 
     def test_the_kind_of_which_each_use_is_late(self):
         """Not one that a step uses twice, and not one that is used in every tenth step."""
@@ -142,11 +123,6 @@ class CompareTest(parameterized.TestCase):
         _, slow = watch.compare([published(0.2), published(0.0)])
         self.assertEqual(20, slow.late_steps)
         self.assertAlmostEqual(0.5, slow.step_seconds, places=5)
-
-    def test_clocks_may_differ(self):
-        one, other = steps_of(np.full(30, 0.2)), steps_of(np.zeros(30), first=7e6)
-        published = [watch.measure([made_kind("k", times)]) for times in (one, other)]
-        self.assertAlmostEqual(0.2, watch.compare(published)[1].seconds, places=5)
 
 
 class ComparisonTest(absltest.TestCase):
@@ -174,28 +150,27 @@ class ComparisonTest(absltest.TestCase):
             self.hosts[host]._watched = {"k": kind}
             self.hosts[host].look()
 
-    def test_the_chief_says_so_once_a_minute(self):
+    def logged(self, steps_at, slow):
+        """Returns the warnings of two minutes, at each time of which so many steps were made."""
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            logging.warning("first")  # Else nothing may be logged.
             for second in range(0, 130, 5):
                 self.now = second
-                self.look(20 + second, slow=2)
-        self.assertLen(logs.output, 3)
+                self.look(steps_at(second), slow)
+        return logs.output[1:]
+
+    def test_the_chief_says_so_once_a_minute(self):
+        lines = self.logged(lambda second: 20 + second, slow=2)
+        self.assertLen(lines, 3)
         self.assertRegex(
-            logs.output[0],
+            lines[0],
             r"host 2 \(/job:worker/task:2 at c:3\) enters 200 ms after the others in 19 of 19 "
             r"steps: 40 % of a step of 500 ms",
         )
 
     def test_silent_without_a_slow_host_and_without_new_steps(self):
-        with self.assertNoLogs(logging.get_absl_logger(), "WARNING"):
-            for second in range(0, 130, 5):
-                self.now = second
-                self.look(20 + second, slow=None)
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            for second in range(0, 200, 10):
-                self.now = second
-                self.look(300, slow=2)
-        self.assertLen(logs.output, 1)
+        self.assertEmpty(self.logged(lambda second: 20 + second, slow=None))
+        self.assertLen(self.logged(lambda _: 300, slow=2), 1)
 
     def test_a_host_that_waits_is_compared_and_one_that_has_not_published_is_not(self):
         self.look(20, slow=2)

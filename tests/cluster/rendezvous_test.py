@@ -7,7 +7,8 @@ import hmac
 import socket
 import threading
 import time
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent import futures
 from multiprocessing import connection
 from typing import Any
 from unittest import mock
@@ -15,10 +16,15 @@ from unittest import mock
 from absl.testing import absltest, parameterized
 
 from tfcdo.cluster import config, protocol, rendezvous
-from tfcdo.launch import cluster as launch_cluster
+from tfcdo.cluster.config import reserved_ports
 
 SUCCESS = "all are here"
 LATE = "timed out waiting for host "
+
+
+def cluster_of(addresses: Sequence[str], host: int) -> config.Cluster:
+    tasks = [config.ClusterTask("worker", *numbered) for numbered in enumerate(addresses)]
+    return config.Cluster(tuple(tasks), host)
 
 
 def meet_all(
@@ -33,10 +39,9 @@ def meet_all(
 
     def attend(host: int) -> None:
         time.sleep((delays or {}).get(host, 0.0))
-        cluster = config.from_spec({"worker": list(addresses)}, "worker", host)
-        assert cluster is not None
         try:
-            rendezvous.meet(cluster, settings[host], timeout, (tokens or {}).get(host, ""))
+            token = (tokens or {}).get(host, "")
+            rendezvous.meet(cluster_of(addresses, host), settings[host], timeout, token)
             ends[host] = SUCCESS
         except protocol.RendezvousError as error:
             ends[host] = str(error)
@@ -52,15 +57,17 @@ def meet_all(
 class RendezvousTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        self.addresses = self.enter_context(launch_cluster.reserved_ports(3))
+        self.addresses = self.enter_context(reserved_ports(3))
         self.ports = [int(address.rpartition(":")[2]) for address in self.addresses]
 
-    def test_all_come_though_some_are_late(self):
-        settings = {host: {"version": "1"} for host in range(3)}
-        ends = meet_all(self.addresses, settings, delays={0: 0.5, 2: 1.0})
-        self.assertEqual([SUCCESS] * 3, ends)
+    def meet_beside(self, others: Callable[[], Any], hosts: int = 2, **options: Any) -> Any:
+        """Returns how the chief ends while others do something, and what they return."""
+        with futures.ThreadPoolExecutor() as pool:
+            result = pool.submit(others)
+            [chief, *_] = meet_all(self.addresses[:hosts], {0: {}}, **options)
+            return chief, result.result()
 
-    @parameterized.parameters((10.0, {0: "1", 1: "1", 2: "2"}), (2.0, {0: "1", 2: "2"}))
+    @parameterized.parameters((10.0, {0: "1", 1: "1", 2: "2"}), (1.5, {0: "1", 2: "2"}))
     def test_one_is_set_up_differently_and_another_may_not_come(self, timeout, versions):
         settings = {host: {"version": version} for host, version in versions.items()}
         ends = meet_all(self.addresses, settings, timeout)
@@ -69,15 +76,10 @@ class RendezvousTest(parameterized.TestCase):
             expected = rf"not set up alike: version: 1 on host 0 .*, 2 on host 2 [^;]*{late}$"
             self.assertRegex(ends[host], expected)
 
-    def test_the_chief_does_not_come(self):
-        ends = meet_all(self.addresses, {1: {}}, timeout=1.0)
-        self.assertRegex(ends[1], rf"{LATE}0 .* to start: .*refused")
-
     def test_an_address_that_does_not_answer(self):
-        # Host 1 listens on its port, but the cluster says that it is elsewhere.
-        addresses = [self.addresses[0], f"127.0.0.1:{self.ports[1]}"]
-        with unreachable(self.ports[1]):
-            ends = meet_all(addresses, {0: {}, 1: {}}, timeout=5.0)
+        # Host 1 listens on its port, but no connection can be made to its address.
+        addresses = [self.addresses[0], f"255.255.255.255:{self.ports[1]}"]
+        ends = meet_all(addresses, {0: {}, 1: {}}, timeout=5.0)
         for end in ends:
             self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")
 
@@ -95,19 +97,13 @@ class RendezvousTest(parameterized.TestCase):
         b"x" * 3_000_000,
     )
     def test_a_stranger_is_ignored(self, message):
-        ends = []
-
-        def disturb() -> None:
+        def disturb() -> str:
             for _ in range(3):
                 with connected(self.ports[0]) as stranger, contextlib.suppress(OSError):
                     stranger.sendall(message)
-            ends.extend(meet_all(self.addresses[:2], {1: {}}))
+            return meet_all(self.addresses[:2], {1: {}})[1]
 
-        thread = threading.Thread(target=disturb, daemon=True)
-        thread.start()
-        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], {0: {}})[0])
-        thread.join(20.0)
-        self.assertEqual(SUCCESS, ends[1])
+        self.assertEqual((SUCCESS, SUCCESS), self.meet_beside(disturb))
 
     @parameterized.parameters(
         (b"[1, 5]", ""),
@@ -115,42 +111,31 @@ class RendezvousTest(parameterized.TestCase):
         (b"[7, {}]", "the cluster has no other host 7"),
     )
     def test_a_host_of_the_job_that_talks_nonsense(self, content, answer):
-        answers = []
-
-        def talk() -> None:
+        def talk() -> str:
             with greeted(self.ports[0], b"token", content) as chief:
                 meet_all(self.addresses[:2], {1: {}}, tokens={1: "token"})
-                answers.append("")
                 with contextlib.suppress(EOFError):
-                    answers[:] = [chief.recv_bytes().decode()]
+                    return chief.recv_bytes().decode()
+                return ""
 
-        thread = threading.Thread(target=talk, daemon=True)
-        thread.start()
-        self.assertEqual(SUCCESS, meet_all(self.addresses[:2], {0: {}}, tokens={0: "token"})[0])
-        thread.join(20.0)
-        self.assertIn(answer, answers[0])
-        self.assertEqual(answer == "", answers[0] == "")
+        end, heard = self.meet_beside(talk, tokens={0: "token"})
+        self.assertEqual(SUCCESS, end)
+        self.assertIn(answer, heard)
+        self.assertEqual(bool(answer), bool(heard))
 
-    @parameterized.parameters(False, True)
-    def test_a_host_that_ends_or_is_started_again(self, again):
-        ends = []
-
-        def come() -> None:
-            with contextlib.ExitStack() as first:
-                first.enter_context(greeted(self.ports[0], b"", b"[1, {}]"))
+    @parameterized.parameters((False, 1.5), (True, 5.0))
+    def test_a_host_that_ends_or_is_started_again(self, again, timeout):
+        def come() -> str:
+            with greeted(self.ports[0], b"", b"[1, {}]") as first:
                 if not again:
                     first.close()
                 settings: dict[int, Any] = {host: {} for host in ((1, 2) if again else (2,))}
-                ends.extend(meet_all(self.addresses, settings, timeout=2.5, delays={2: 0.5}))
+                return meet_all(self.addresses, settings, timeout, delays={2: 0.5})[2]
 
-        thread = threading.Thread(target=come, daemon=True)
-        thread.start()
-        [chief, *_] = meet_all(self.addresses, {0: {}}, timeout=2.5)
-        thread.join(20.0)
-        for own in (chief, ends[2]):
-            self.assertRegex(own, SUCCESS if again else rf"{LATE}1 \(.*\) to start")
+        for end in self.meet_beside(come, hosts=3, timeout=timeout):
+            self.assertRegex(end, SUCCESS if again else rf"{LATE}1 \(.*\) to start")
 
-    def test_slow_strangers_hold_nobody_up(self):
+    def test_some_are_late_and_slow_strangers_hold_nobody_up(self):
         def drip() -> None:
             with connected(self.ports[0]) as stranger, contextlib.suppress(OSError):
                 for _ in range(40):
@@ -159,31 +144,25 @@ class RendezvousTest(parameterized.TestCase):
 
         for _ in range(5):
             threading.Thread(target=drip, daemon=True).start()
-        ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=8.0, delays={1: 1.0})
-        self.assertEqual([SUCCESS] * 2, ends)
+        settings = {host: {"version": "1"} for host in range(3)}
+        ends = meet_all(self.addresses, settings, timeout=8.0, delays={0: 0.3, 2: 1.0})
+        self.assertEqual([SUCCESS] * 3, ends)
 
     def test_nobody_goes_on_when_the_chief_is_interrupted(self):
-        ends: list[str] = []
-        thread = threading.Thread(
-            target=lambda: ends.extend(meet_all(self.addresses[:2], {1: {}}, timeout=1.0))
-        )
-        thread.start()
-        with mock.patch.object(rendezvous, "_check_reachable", side_effect=KeyboardInterrupt):
-            chief = config.from_spec({"worker": self.addresses[:2]}, "worker", 0)
-            assert chief is not None
+        with (
+            mock.patch.object(rendezvous, "_check_reachable", side_effect=KeyboardInterrupt),
+            futures.ThreadPoolExecutor() as pool,
+        ):
+            ends = pool.submit(meet_all, self.addresses[:2], {1: {}}, timeout=1.0)
             with self.assertRaises(KeyboardInterrupt):
-                rendezvous.meet(chief, {}, 10.0, "")
-        thread.join(20.0)
-        self.assertRegex(ends[1], f"^{LATE}0")
+                rendezvous.meet(cluster_of(self.addresses[:2], 0), {}, 10.0, "")
+        self.assertRegex(ends.result()[1], rf"^{LATE}0 .* to start: .*refused")
 
     def test_jobs_with_other_tokens_keep_apart(self):
-        for tokens in ({0: "a"}, {1: "b"}):
-            ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens=tokens)
-            for missing, end in zip((1, 0), ends, strict=True):
-                pattern = f"waiting for host {missing} .* does not know this job's TFCDO_CLUSTER_TO"
-                self.assertRegex(end, pattern)
-        ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, tokens={0: "a", 1: "a"})
-        self.assertEqual([SUCCESS] * 2, ends)
+        ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens={0: "a"})
+        for host, end in enumerate(ends):
+            pattern = f"for host {1 - host} .* does not know this job's TFCDO_CLUSTER_TOKEN"
+            self.assertRegex(end, pattern)
 
 
 @contextlib.contextmanager
@@ -208,20 +187,6 @@ def greeted(port: int, token: bytes, content: bytes) -> Iterator[connection.Conn
         chief.recv_bytes()
         chief.send_bytes(content)
         yield chief
-
-
-@contextlib.contextmanager
-def unreachable(port: int) -> Any:
-    """Refuses connections to a port of this machine."""
-    connect = socket.create_connection
-
-    def refuse(address: tuple[str, int], *arguments: Any, **options: Any) -> socket.socket:
-        if address[1] == port:
-            raise ConnectionRefusedError(111, "Connection refused")
-        return connect(address, *arguments, **options)
-
-    with mock.patch.object(socket, "create_connection", refuse):
-        yield
 
 
 if __name__ == "__main__":

@@ -7,8 +7,10 @@ process at a host's address may connect to the chief.
 
 from __future__ import annotations
 
+import collections
+import contextlib
 import dataclasses
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
 from tfcdo.cluster import protocol
@@ -17,12 +19,12 @@ if TYPE_CHECKING:
     from simulator import Launcher, World
 
 Run = Generator[Any, Any, Any]
+State = tuple[str, ...]  # The weights: the run that has trained each batch.
 
 MEET_SECONDS = 600.0
 _START_SECONDS = 120.0  # TensorFlow's servers.
 COLLECTIVE_SECONDS, HEARTBEAT_SECONDS = 600.0, 10.0
 ALL = -1  # Other hosts, as senders or receivers.
-_NAMES = tuple(f"host {host}" for host in range(4))
 STEP = {"what": "step"}
 _GATHER = {"what": "gather"}
 
@@ -36,16 +38,14 @@ class ProcessExit(Exception):  # noqa: N818 - a process ends, which is no error
         self.status = status
 
 
+def require(holds: object, invariant: str) -> None:
+    """Raises an error that says how an invariant is broken, unless it holds."""
+    if not holds:
+        raise BrokenError(invariant)
+
+
 class _GoneError(Exception):
     """Another host, or the chief's store, is gone: TensorFlow's errors."""
-
-
-@dataclasses.dataclass(frozen=True)
-class State:
-    """The weights: how many batches they have seen, and which runs have trained them."""
-
-    batches: int = 0
-    runs: tuple[str, ...] = ()
 
 
 class Folder:
@@ -63,22 +63,18 @@ class Folder:
                 return (*name, run), state
         return None
 
-    def keep(self, last: tuple[int, int] | None = None) -> None:
-        """Removes what a new run cannot read, or all but the two newest."""
-        names = sorted(self.files, reverse=True)
-        for name in names[2:] if last is None else names:
-            if last is None or name > last:
-                del self.files[name]
+    def lacks_backup(self, process: Process, chief: Process) -> bool:
+        """Tells whether the chief has the folder, but did not write a process's last state."""
+        batches = len(process.state)
+        return batches > 0 and (0, batches) not in self.files and self.owner == chief.membership
 
 
+@dataclasses.dataclass(eq=False)
 class Connection:
-    __slots__ = ("answer", "ends", "is_broken", "signal")
-
-    def __init__(self, ends: tuple[Process, Process]) -> None:
-        self.ends = ends
-        self.answer: tuple[str, str] | None = None
-        self.is_broken = False
-        self.signal: list[Any] = []
+    ends: tuple[Process, Process]
+    answer: tuple[str, str] | None = None
+    is_broken: bool = False
+    signal: list[Any] = dataclasses.field(default_factory=list)
 
 
 class Cluster:
@@ -89,12 +85,9 @@ class Cluster:
         self.members: dict[int, Process] = {}
         self.is_started = self.is_broken = False
         self.values: dict[str, Any] = {}
-        self.signals: dict[str, list[Any]] = {}
-        self.slots: dict[Any, dict[int, Any]] = {}
+        self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
+        self.slots: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
         self.done: set[Any] = set()
-
-    def signal(self, key: Any) -> list[Any]:
-        return self.signals.setdefault(key, [])
 
 
 class Process:
@@ -114,20 +107,11 @@ class Process:
         self.inbox: list[Any] = []
         self.signal: list[Any] = []
         self.wakeup: list[Any] = []
-        self.state = State()
+        self.state: State = ()
         self.writing = False
         self.phase = "starts"
         self.launcher: Launcher
-
-    @property
-    def phase(self) -> str:
-        """What the process does, and with it its host."""
-        return self._phase
-
-    @phase.setter
-    def phase(self, phase: str) -> None:
-        self._phase = phase
-        self.world.note_state()
+        self.index: int
 
     # Processes.
 
@@ -156,11 +140,10 @@ class Process:
         self.is_fitting = True
         world.start(self, self.listen())
         yield from self.restore()
-        first = self.state.batches
         saved = 0  # Only one host may see what was restored.
-        for call in range(1, world.steps - first + 1):
+        for call in range(1, world.steps - len(self.state) + 1):
             yield world.delay(0.2)
-            if not (yield from self.may_begin(call)):
+            if not (yield from self.ask(self.leaving.may_begin, call)):
                 yield from self.leave_with_backup(saved)
             self.phase = "step"
             if world.bug == ("ends", self.host) and call == 2:
@@ -169,18 +152,19 @@ class Process:
                 yield 2e6
             yield world.delay(world.step_seconds)
             yield from self.collective(STEP, self.state)
-            self.state = State(self.state.batches + 1, (*self.state.runs, self.membership))
-            if self.state.batches % 2 == 0:
+            self.state = (*self.state, self.membership)
+            if len(self.state) % 2 == 0:
                 yield from self.save()
-                saved = self.state.batches
-            if self.state.batches < world.steps and (yield from self.must_leave(call)):
+                saved = len(self.state)
+            is_last = len(self.state) == world.steps
+            if not is_last and (yield from self.ask(self.leaving.must_leave, call)):
                 yield from self.leave_with_backup(saved)
         # The training is complete: what begins after it does not wait for this host.
         yield from self.set_once(f"begun/{self.host}", str(self.leaving.notice()))
         yield from self.finish_writing()
         self.is_fitting = False
         self.phase = "is complete"
-        world.note_complete(self)
+        require(len(self.state) == world.steps, "a batch is lost at the end")
 
     # The meeting, over connections.
 
@@ -188,12 +172,11 @@ class Process:
         world = self.world
         world.meetings += 1
         self.membership = f"run {world.meetings}"
-        meeting = world.rules.Meeting(
-            _NAMES[: world.hosts], {}, self.membership, world.now + MEET_SECONDS
-        )
+        names = [f"host {host}" for host in range(world.hosts)]
+        meeting = world.rules.Meeting(names, {}, self.membership, world.now + MEET_SECONDS)
         self.is_listening = True
-        self.latest: dict[int, Connection] = {}
-        self.lost: set[Connection] = set()
+        latest: dict[int, Connection] = {}
+        lost: set[Connection] = set()
         world.fire(world.listening)
         while (answer := meeting.decide(world.now)) is None:
             if not self.inbox:
@@ -201,29 +184,30 @@ class Process:
                 continue
             event, *content = self.inbox.pop(0)
             if event == "arrives":
-                self.latest[content[0]] = content[2]
+                latest[content[0]] = content[2]
                 before = meeting.arrive(*content, world.now)
                 if before is not None:
                     world.cut(before)
             else:
-                self.lost.add(content[0])
+                lost.add(content[0])
                 meeting.lose(*content)
-        world.check_meeting(self, answer, meeting.arrived)
+        if not answer:
+            arrived = meeting.arrived
+            require(set(arrived) == set(range(1, world.hosts)), "a meeting ends without a host")
+            are_there = all(latest[h] is c and c not in lost for h, c in arrived.items())
+            require(are_there, "a meeting ends with a process that is known to have gone")
         yield world.delay(0.3)
         for connection in meeting.arrived.values():
             if not connection.is_broken:
-                content = (answer, self.membership)
-                world.after(world.delay(0.2), self.take_answer, connection, content)
+                arguments = 0, connection.ends[0].host, self.answer, connection, answer
+                world.after(world.delay(0.2), world.deliver, *arguments)
         self.is_listening = False
         if answer:
             raise ProcessExit(1)
 
-    def take_answer(self, connection: Connection, answer: tuple[str, str]) -> None:
-        rest = self.world.blocked(0, connection.ends[0].host)
-        if rest > 0.0:
-            self.world.after(rest, self.take_answer, connection, answer)
-        elif not connection.is_broken:
-            connection.answer = answer
+    def answer(self, connection: Connection, problem: str) -> None:
+        if not connection.is_broken:
+            connection.answer = problem, self.membership
             self.world.fire(connection.signal)
 
     def follow(self) -> Run:
@@ -231,14 +215,14 @@ class Process:
         deadline = world.now + MEET_SECONDS
         while rules.may_keep_asking(world.now, deadline, False):
             yield world.delay(0.2)
-            chief = world.current(0, self.job)
-            if chief is None or not chief.is_listening:
+            chief = world.workers.get((0, self.job))
+            if chief is None or chief.is_dead or not chief.is_listening:
                 yield world.listening, min(20.0, max(0.2, deadline - world.now))
                 continue
             connection = Connection((self, chief))
             for end in connection.ends:
                 end.connections.append(connection)
-            world.after(world.delay(0.2), self.come, connection)
+            world.after(world.delay(0.2), world.deliver, self.host, 0, self.come, connection)
             while connection.answer is None and not connection.is_broken:
                 if not rules.may_keep_asking(world.now, deadline, True):
                     raise ProcessExit(1)
@@ -252,15 +236,10 @@ class Process:
 
     def come(self, connection: Connection) -> None:
         chief = connection.ends[1]
-        rest = self.world.blocked(self.host, 0)
-        if rest > 0.0:
-            self.world.after(rest, self.come, connection)
-            return
-        if connection.is_broken or chief.is_dead:
-            return
-        settings = {"version": 2} if self.world.bug == ("setting", self.host) else {}
-        chief.inbox.append(("arrives", self.host, settings, connection))
-        self.world.fire(chief.signal)
+        if not (connection.is_broken or chief.is_dead):
+            settings = {"version": 2} if self.world.bug == ("setting", self.host) else {}
+            chief.inbox.append(("arrives", self.host, settings, connection))
+            self.world.fire(chief.signal)
 
     # TensorFlow's servers, store and collectives.
 
@@ -280,9 +259,9 @@ class Process:
             self.cluster = cluster
             if len(cluster.members) == world.hosts:
                 cluster.is_started = True
-                world.fire(cluster.signal("started"))
+                world.fire(cluster.signals["started"])
             elif not cluster.is_started:
-                yield cluster.signal("started"), max(0.1, deadline - world.now)
+                yield cluster.signals["started"], max(0.1, deadline - world.now)
             yield from self.cross(0, self.host)
             if cluster.is_broken:
                 raise _GoneError
@@ -297,11 +276,8 @@ class Process:
             raise _GoneError
         return self.cluster
 
-    def cross(self, sender: int, receiver: int) -> Iterable[Any]:
+    def cross(self, sender: int, receiver: int) -> Run:
         """Waits while nothing passes from one host to another, or until TensorFlow gives up."""
-        return self._cross(sender, receiver) if self.world.ways else ()
-
-    def _cross(self, sender: int, receiver: int) -> Run:
         while (rest := self.world.blocked(sender, receiver)) > 0.0:
             yield min(rest, 5.0)
             if self.cluster is not None:
@@ -312,7 +288,7 @@ class Process:
         yield self.world.delay(0.05)
         yield from self.cross(self.host, 0)
         if key not in store.values and timeout > 0.1:
-            yield store.signal(key), timeout
+            yield store.signals[key], timeout
         yield from self.cross(0, self.host)
         return self.store.values.get(key)
 
@@ -326,7 +302,7 @@ class Process:
                 raise _GoneError
         if key not in store.values:
             store.values[key] = value
-            self.world.fire(store.signal(key))
+            self.world.fire(store.signals[key])
         yield from self.cross(0, self.host)
 
     def collective(self, kind: dict[str, Any], value: Any) -> Run:
@@ -336,15 +312,21 @@ class Process:
         turn = self.turns[kind["what"]] = self.turns.get(kind["what"], -1) + 1
         key = number, turn
         yield from self.cross(self.host, ALL)
-        slot = cluster.slots.setdefault(key, {})
+        slot = cluster.slots[key]
         slot[self.host] = kind["what"], value, self.membership
         if len(slot) == world.hosts:
-            world.check_collective(kind, slot)
+            names, states, memberships = map(set, zip(*slot.values(), strict=True))
+            require(len(memberships) == 1, "two memberships run a collective together")
+            require(len(names) == 1, "different collectives have one number")
+            if kind is STEP:
+                differ = world.bug is not None and world.bug[0] in ("setting", "program")
+                require(not differ, "hosts that differ run a step together")
+                require(len(states) == 1, "a batch is lost or counted twice")
             cluster.done.add(key)
-            world.fire(cluster.signal(key))
+            world.fire(cluster.signals[key])
             yield world.delay(0.1)
         else:
-            yield from self.wait(lambda: key in cluster.done, cluster.signal(key), 4.0)
+            yield from self.wait(lambda: key in cluster.done, cluster.signals[key], 4.0)
         yield from self.cross(ALL, self.host)
         return [slot[host][1] for host in range(world.hosts)]
 
@@ -369,6 +351,9 @@ class Process:
                 yield from self.set_once("failed", reason or "")
             if verdict in ("fail", "stop"):
                 raise _GoneError
+
+    def wait_for(self, key: str) -> Run:
+        yield from self.wait(lambda: key in self.store.values, self.store.signals[key], 0.0)
 
     def mismatch(self) -> str | None:
         for host in self.kinds.others if self.host == 0 else (0,):
@@ -397,23 +382,15 @@ class Process:
         if self.host == 0:
             while (late := self.kinds.late(name)) is not None:
                 self.hear(late)
-                if self.kinds.late(name) != late:
-                    continue
-                place = len(self.kinds.heard[late])
-                announced = f"announced/{late}/{place}"
-                yield from self.wait(
-                    lambda announced=announced: announced in self.store.values,  # type: ignore[misc]
-                    self.store.signal(announced),
-                    0.0,
-                )
+                if self.kinds.late(name) == late:
+                    yield from self.wait_for(f"announced/{late}/{len(self.kinds.heard[late])}")
             number = self.kinds.give_number(name, 1)
-            values = self.store.values
-            keys = (f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts))
-            if not all(key in values for key in keys):
-                raise BrokenError("a collective has a number before all have come to it")
+            keys = {f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts)}
+            have_come = keys <= self.store.values.keys()
+            require(have_come, "a collective has a number before all have come to it")
             yield from self.set_once(key, str(number))
         else:
-            yield from self.wait(lambda: key in self.store.values, self.store.signal(key), 0.0)
+            yield from self.wait_for(key)
             number = int(self.store.values[key])
         self.kinds.numbers[name] = self.numbers[kind["what"]] = number
         return number
@@ -421,15 +398,13 @@ class Process:
     def leave(self, error: Exception | None) -> Run:
         """Tells the other hosts that this program ends, as `Session.leave` does."""
         self.phase = "leaves"
-        try:
+        with contextlib.suppress(_GoneError):  # Else TensorFlow misses it.
             yield from self.set_once(f"left/{self.host}", "")
             if error is None:
                 yield from self.set_once("failed", f"host {self.host} has come to its end")
                 for host in range(1, self.world.hosts) if self.host == 0 else ():
                     yield from self.get(f"left/{host}", 8.0)
             self.has_left = error is None
-        except _GoneError:  # It cannot say that it leaves, so TensorFlow misses it.
-            pass
 
     # Backups.
 
@@ -437,19 +412,24 @@ class Process:
         world, rules = self.world, self.world.rules
         self.turns: dict[str, int] = {}
         self.numbers: dict[str, int] = {}
-        self.run = self.membership
         if self.host == 0:
-            yield from self.operate(rules.take_folder(), world.disk, (0, 0))
-            world.takers.add(self.run)
+            yield from self.operate(rules.take_folder(), (0, 0))
+            world.takers.add(self.membership)
         yield from self.collective(_GATHER, None)  # The chief has taken the folder.
         yield world.delay(0.1)
         # A host's file system may not be up to date.
         own = world.disk.newest(world.is_stale and world.draw() < 0.5)
         positions = yield from self.collective(_GATHER, own and own[0])
         choice = rules.choose(positions)
-        world.check_choice(self, choice, positions)
+        common = [position[:2] for position in positions if position is not None]
+        require(choice or not common, "a backup is there, and none is chosen")
         if choice is None:
             return
+        require(choice.position[:2] >= max(common), "the chosen backup is older than the newest")
+        has_it = positions[choice.source] == choice.position
+        require(has_it, "the chosen backup's source does not have it")
+        has_it = positions[self.host] == choice.position
+        require(has_it or choice.is_sent, "a member lacks the chosen backup")
         if choice.is_sent:
             states = yield from self.collective(_GATHER, own and own[1])
             self.state = states[choice.source]
@@ -457,26 +437,28 @@ class Process:
             assert own is not None
             self.state = own[1]
         if self.host == 0:
-            world.disk.keep(choice.position[:2])
+            for name in [name for name in world.disk.files if name > choice.position[:2]]:
+                del world.disk.files[name]  # A new run cannot read it.
 
     def save(self) -> Run:
         yield from self.finish_writing()
         if self.host == 0:
             self.writing = True
-            self.world.start(self, self.write((0, self.state.batches)))
+            self.world.start(self, self.write((0, len(self.state))))
 
     def write(self, name: tuple[int, int]) -> Run:
-        world = self.world
-        if not (yield from self.operate(world.rules.add_backup(self.run), world.disk, name)):
+        world, files = self.world, self.world.disk.files
+        if not (yield from self.operate(world.rules.add_backup(self.membership), name)):
             self.is_touched = True
             raise ProcessExit(1)  # Another job has the folder.
-        world.disk.keep()
+        for old in sorted(files)[:-2]:
+            del files[old]
         self.writing = False
-        self.world.fire(self.wakeup)
+        world.fire(self.wakeup)
 
-    def operate(self, operations: protocol.Operations, disk: Folder, name: tuple[int, int]) -> Run:
+    def operate(self, operations: protocol.Operations, name: tuple[int, int]) -> Run:
         """Does what the rules of a folder say, with time between any two operations."""
-        world = self.world
+        world, disk = self.world, self.world.disk
         result: Any = None
         while True:
             try:
@@ -486,36 +468,32 @@ class Process:
             yield world.delay(world.slowness if operation == "fill" else world.disk_delay)
             result = None
             if operation == "enter name":
-                disk.owner = self.run
+                disk.owner = self.membership
             elif operation == "remove unfinished":
                 disk.writing.clear()
             elif operation == "create":
-                disk.writing.add(self.run)
+                disk.writing.add(self.membership)
             elif operation == "read name":
                 result = disk.owner
             elif operation == "remove own":
-                disk.writing.discard(self.run)
+                disk.writing.discard(self.membership)
             elif operation == "fill" and self.is_full:
-                disk.writing.discard(self.run)
+                disk.writing.discard(self.membership)
                 raise ProcessExit(1)
             elif operation == "publish":
-                result = self.run in disk.writing
+                result = self.membership in disk.writing
                 if result:
-                    world.check_owner(self)
-                    disk.writing.discard(self.run)
-                    disk.files[name] = self.run, self.world.saved(self, name), True
+                    # A new owner that has not yet removed files looks for backups later.
+                    has_it = disk.owner == self.membership or disk.owner not in world.takers
+                    require(has_it, "a backup of a run that has lost its folder becomes visible")
+                    disk.writing.discard(self.membership)
+                    disk.files[name] = self.membership, self.state[: name[1]], True
 
     def finish_writing(self) -> Run:
         while self.writing:
             yield self.wakeup, 1000.0
 
     # Leaving, as `keras.preemption` does.
-
-    def may_begin(self, call: int) -> Run:
-        return (yield from self.ask(self.leaving.may_begin, call))
-
-    def must_leave(self, calls: int) -> Run:
-        return (yield from self.ask(self.leaving.must_leave, calls))
 
     def ask(self, question: Callable[[int], bool | None], calls: int) -> Run:
         if self.is_signalled:
@@ -546,7 +524,8 @@ class Process:
             yield from self.set_once("decision", proposal)
             decision = yield from self.get("decision", 1.0)
             self.leaving.decide(decision)
-            world.check_decision(self, decision)
+            own = protocol.NO_STEP if self.leaving.is_off else str(self.leaving.decision)
+            require(decision in (None, own), "hosts come to different decisions")
         except _GoneError:
             self.leaving.decide(None)
         finally:
@@ -555,13 +534,14 @@ class Process:
     def leave_with_backup(self, saved: int) -> Run:
         world = self.world
         self.phase = "leaves with a backup"
-        if saved != self.state.batches:
+        if saved != len(self.state):
             yield from self.save()
         yield from self.finish_writing()
         yield from self.set_once(f"written/{self.host}", "")
-        while not world.rules.may_end(f"written/{h}" in self.store.values for h in (0,)):
+        while not world.rules.may_end(["written/0" in self.store.values]):
             yield from self.get("written/0", 5.0)
-        world.check_left(self)
+        is_there = not world.disk.lacks_backup(self, self)
+        require(is_there, "a host leaves after a backup that is not there")
         yield from self.leave(None)
         raise ProcessExit(protocol.RESTART_STATUS)
 
@@ -588,8 +568,6 @@ class Process:
 
     def announce(self) -> Run:
         yield self.world.delay(1.0)
-        try:
+        with contextlib.suppress(_GoneError):
             if self.cluster is not None:
                 yield from self.set_once("notice", "")
-        except _GoneError:
-            pass

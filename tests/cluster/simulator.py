@@ -18,20 +18,8 @@ import types
 from collections.abc import Callable, Iterator
 from typing import Any
 
-from simulated_hosts import (
-    ALL,
-    COLLECTIVE_SECONDS,
-    HEARTBEAT_SECONDS,
-    STEP,
-    BrokenError,
-    Cluster,
-    Connection,
-    Folder,
-    Process,
-    ProcessExit,
-    Run,
-    State,
-)
+import simulated_hosts as hosts
+from simulated_hosts import BrokenError, Process, require
 
 from tfcdo.cluster import protocol
 
@@ -41,20 +29,8 @@ _MAX_RESTARTS = 8
 _SLOWEST_NEWS = 35.0
 LIMIT_SECONDS = 15_000.0
 # Which faults there are, each as often as it is drawn.
-FAULTS = (
-    "kill",
-    "kill",
-    "kill both",
-    "stop",
-    "notice",
-    "notice",
-    "cut",
-    "one way",
-    "damage",
-    "replace",
-    "full",
-    "end",
-)
+FAULTS = ["kill", "kill", "kill both", "stop", "notice", "notice", "cut", "one way", "damage"]
+FAULTS += ["replace", "full", "end"]
 # What may be wrong with one host from the start.
 BUGS = ("setting", "program", "ends", "stuck", "deaf", "busy", "busy")
 
@@ -77,7 +53,7 @@ RULES = rules()
 class _Task:
     __slots__ = ("process", "run", "turn")
 
-    def __init__(self, process: Process, run: Run) -> None:
+    def __init__(self, process: Process, run: hosts.Run) -> None:
         self.process, self.run, self.turn = process, run, 0
 
 
@@ -87,11 +63,10 @@ class Launcher(Process):
     def __init__(self, world: World, workers: list[int], job: int) -> None:
         super().__init__(world, -1, job)
         self.workers = workers
-        self.is_done = False
         self.result: protocol.Result | None = None
         self.processes: list[Process] = []
 
-    def main(self) -> Run:
+    def main(self) -> hosts.Run:
         world, rules = self.world, self.world.rules
         failures = 0
         while True:
@@ -122,9 +97,8 @@ class Launcher(Process):
                 if failures > (_MAX_RESTARTS if world.bug is None else 1):
                     break
             yield world.delay(0.5)
-        self.is_done = True
         world.open -= 1
-        raise ProcessExit(result.status)
+        raise hosts.ProcessExit(result.status)
 
 
 class World:
@@ -151,12 +125,15 @@ class World:
         self.bug = None
         if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
             self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
-        self.states: set[tuple[str, ...]] = set()  # Of all hosts.
+        self.states: set[tuple[str, ...]] = set()  # Of all hosts, when there was a fault.
         self.memberships: dict[str, list[Process]] = {}
-        self._faults = draw_faults(draw)
-        self.disk = Folder()
+        count = int(draw() * 3.99)
+        # After some number of events: most in a first run, some while the job recovers.
+        moments = sorted(int(draw() * (60 if draw() < 0.3 else 300)) for _ in range(count))
+        self._faults = [(moment, FAULTS[int(draw() * len(FAULTS))]) for moment in moments]
+        self.disk = hosts.Folder()
         self.takers: set[str] = set()  # The runs that have taken the folder, in whole.
-        self.clusters: dict[int, Cluster] = {}
+        self.clusters: dict[int, hosts.Cluster] = {}
         self.workers: dict[tuple[int, int], Process] = {}
         self.launchers: list[Launcher] = []
         self.listening: list[Any] = []
@@ -175,14 +152,22 @@ class World:
         """Returns for how long nothing will pass from one host to another."""
         if not self.ways or sender == receiver:
             return 0.0
-        ways = (sender, ALL), (ALL, receiver)
+        ways = (sender, hosts.ALL), (hosts.ALL, receiver)
         return max(self.ways.get(way, 0.0) for way in ways) - self.now
+
+    def deliver(self, sender: int, receiver: int, call: Callable[..., None], *content: Any) -> None:
+        """Calls as soon as something passes from one host to another."""
+        rest = self.blocked(sender, receiver)
+        if rest > 0.0:
+            self.after(rest, self.deliver, sender, receiver, call, *content)
+        else:
+            call(*content)
 
     def after(self, seconds: float, call: Callable[..., None], *arguments: Any) -> None:
         self._sequence += 1
         heapq.heappush(self._heap, (self.now + seconds, self._sequence, call, arguments))
 
-    def start(self, process: Process, run: Run) -> None:
+    def start(self, process: Process, run: hosts.Run) -> None:
         self.after(0.0, self._resume, _Task(process, run), 0, None)
 
     def fire(self, signal: list[Any]) -> None:
@@ -204,7 +189,7 @@ class World:
             effect = task.run.send(value)
         except StopIteration:
             return
-        except ProcessExit as end:
+        except hosts.ProcessExit as end:
             self.end(process, end.status)
             return
         if type(effect) is tuple:
@@ -220,15 +205,14 @@ class World:
         while heap:
             self.now, _, call, arguments = pop(heap)
             if self.now > self.limit:
-                self.check_no_hang()
-                return
+                return self.check_end(False)
             self.events += 1
             if faults and self.events >= faults[0][0]:
                 inject(self, faults.pop(0)[1])
             call(*arguments)
             if not self.open:
                 break
-        self.check_end()
+        self.check_end(True)
 
     # Processes and faults.
 
@@ -245,15 +229,10 @@ class World:
 
     def start_worker(self, host: int, launcher: Launcher) -> Process:
         process = Process(self, host, launcher.job)
-        process.launcher = launcher
-        process.index = launcher.workers.index(host)  # type: ignore[attr-defined]
+        process.launcher, process.index = launcher, launcher.workers.index(host)
         self.workers[host, launcher.job] = process
         self.start(process, process.main())
         return process
-
-    def current(self, host: int, job: int) -> Process | None:
-        process = self.workers.get((host, job))
-        return None if process is None or process.is_dead else process
 
     def end(self, process: Process, status: int) -> None:
         """Ends a process; its launcher and the other hosts learn of it in any order."""
@@ -266,49 +245,38 @@ class World:
             self.cut(connection)
         cluster = process.cluster
         if cluster is not None and (not process.has_left or process is cluster.chief):
-            soon = self.draw() < 0.7
-            self.after(self.draw() * (0.5 if soon else HEARTBEAT_SECONDS), self.break_up, cluster)
-        if isinstance(process, Launcher):
-            return
-        launcher = process.launcher
-        # A killed process has closed its sockets before it can be waited for.
-        at = self.now + (self.delay(0.1) if status == 137 else 0.0)
-        self.after(at - self.now + self.delay(0.05), self._reap, launcher, process, at)
+            most = 0.5 if self.draw() < 0.7 else hosts.HEARTBEAT_SECONDS
+            self.after(self.draw() * most, self.break_up, cluster)
+        if not isinstance(process, Launcher):
+            # A killed process has closed its sockets before it can be waited for.
+            at = self.now + (self.delay(0.1) if status == 137 else 0.0)
+            self.after(at - self.now + self.delay(0.05), self._reap, process.launcher, process, at)
 
     def _reap(self, launcher: Launcher, process: Process, at: float) -> None:
-        if launcher.is_dead or process not in launcher.processes:
-            return
-        ended = protocol.End(process.index, process.status, at)  # type: ignore[attr-defined]
-        launcher.inbox.append(("end", ended))
-        self.fire(launcher.signal)
+        if not launcher.is_dead and process in launcher.processes:
+            launcher.inbox.append(("end", protocol.End(process.index, process.status, at)))
+            self.fire(launcher.signal)
 
-    def break_up(self, cluster: Cluster) -> None:
-        if cluster.is_broken:
-            return
-        cluster.is_broken = True
-        for key in list(cluster.signals):
-            self.fire(cluster.signals[key])
+    def break_up(self, cluster: hosts.Cluster) -> None:
+        if not cluster.is_broken:
+            cluster.is_broken = True
+            for signal in cluster.signals.values():
+                self.fire(signal)
 
-    def cut(self, connection: Connection) -> None:
-        if connection.is_broken:
-            return
-        connection.is_broken = True
-        # Nothing comes from a machine that is gone, until a time-out.
-        is_silent = self.draw() < 0.3
-        self.after(self.delay(30.0 if is_silent else 0.2), self._lose, connection)
+    def cut(self, connection: hosts.Connection) -> None:
+        if not connection.is_broken:
+            connection.is_broken = True
+            # Nothing comes from a machine that is gone, until a time-out.
+            most = 30.0 if self.draw() < 0.3 else 0.2
+            self.after(self.delay(most), self._lose, connection)
 
-    def _lose(self, connection: Connection) -> None:
+    def _lose(self, connection: hosts.Connection) -> None:
         self.fire(connection.signal)
         chief = connection.ends[1]
         chief.inbox.append(("loses", connection))
         self.fire(chief.signal)
 
-    def stop_process(self, process: Process) -> None:
-        process.is_stopped = True
-        if process.cluster is not None:
-            self.after(HEARTBEAT_SECONDS, self._miss, process, process.cluster)
-
-    def _miss(self, process: Process, cluster: Cluster) -> None:
+    def miss(self, process: Process, cluster: hosts.Cluster) -> None:
         if process.is_stopped and not process.is_dead:
             self.break_up(cluster)
 
@@ -322,86 +290,24 @@ class World:
                 self.after(self.draw() * 0.01, self._resume, task, turn, value)
             process.frozen.clear()
 
-    # Invariants.
-
-    def note_state(self) -> None:
-        self.states.add(tuple(p.phase for p in self.workers.values() if p.job == self.job))
-
-    def saved(self, process: Process, name: tuple[int, int]) -> State:
-        return State(name[1], process.state.runs[: name[1]])
-
-    def check_collective(self, kind: dict[str, Any], slot: dict[int, Any]) -> None:
-        entries = list(slot.values())
-        if len({membership for _, _, membership in entries}) > 1:
-            raise BrokenError("two memberships run a collective together")
-        if len({what for what, _, _ in entries}) > 1:
-            raise BrokenError("different collectives have one number")
-        if kind is STEP:
-            if self.bug and self.bug[0] in ("setting", "program"):
-                raise BrokenError("hosts that differ run a step together")
-            states = {value for _, value, _ in entries}
-            if len(states) > 1:
-                raise BrokenError(f"a batch is lost or counted twice: {states}")
-
-    def check_choice(self, process: Process, choice: Any, positions: list[Any]) -> None:
-        common = [p for p in positions if p is not None]
-        if choice is None:
-            if common:
-                raise BrokenError("a backup is there, and none is chosen")
-            return
-        if choice.position[:2] < max(common)[:2]:
-            raise BrokenError("the chosen backup is older than the newest")
-        if positions[choice.source] != choice.position:
-            raise BrokenError("the chosen backup's source does not have it")
-        if positions[process.host] != choice.position and not choice.is_sent:
-            raise BrokenError("a member lacks the chosen backup")
-
-    def check_owner(self, process: Process) -> None:
-        # A new owner that has entered its name, and not yet removed files, looks for backups later.
-        if self.disk.owner != process.run and self.disk.owner in self.takers:
-            raise BrokenError("a backup of a run that has lost its folder becomes visible")
-
-    def check_left(self, process: Process) -> None:
-        batches = process.state.batches
-        found = self.disk.files.get((0, batches))
-        if batches and found is None and self.disk.owner == process.run:
-            raise BrokenError("a host leaves after a backup that is not there")
+    # Invariants of several processes.
 
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
+        processes = launcher.processes
         if result.has_left:
-            if not any(p.status == protocol.RESTART_STATUS for p in launcher.processes):
-                raise BrokenError("nobody has asked for the restart")
-            for process in launcher.processes:
-                cluster = process.cluster
-                if cluster and cluster.chief.is_dead and cluster.chief.status == 137:
-                    done = self.disk.files.get((0, process.state.batches))
-                    if (
-                        process.state.batches
-                        and done is None
-                        and self.disk.owner == cluster.chief.run
-                    ):
-                        raise BrokenError("killed while it wrote, and said to be after a backup")
-            return
-        if result.blamed is None:
-            return
-        blamed = launcher.processes[result.blamed]
-        # Later, the launcher kills those that are left.
-        until = blamed.ended_at + protocol.SETTLE_SECONDS + _GRACE
-        killed = [p for p in launcher.processes if p.is_victim and p.ended_at < until]
-        if killed and blamed not in killed:
-            raise BrokenError("a survivor is blamed")
-
-    def note_complete(self, process: Process) -> None:
-        if process.state.batches != self.steps:
-            raise BrokenError("a batch is lost at the end")
-
-    def check_meeting(self, chief: Process, answer: str, arrived: dict[int, Any]) -> None:
-        if answer:
-            return
-        if set(arrived) != set(range(1, self.hosts)):
-            raise BrokenError("a meeting ends without a host")
-        if any(chief.latest[h] is not c or c in chief.lost for h, c in arrived.items()):
-            raise BrokenError("a meeting ends with a process that is known to have gone")
+            has_asked = any(p.status == protocol.RESTART_STATUS for p in processes)
+            require(has_asked, "nobody has asked for the restart")
+            for process in processes:
+                chief = process.cluster and process.cluster.chief
+                if chief and chief.is_dead and chief.status == 137:
+                    lacks = self.disk.lacks_backup(process, chief)
+                    require(not lacks, "killed while it wrote, and said to be after a backup")
+        elif result.blamed is not None:
+            blamed = processes[result.blamed]
+            # Later, the launcher kills those that are left.
+            until = blamed.ended_at + protocol.SETTLE_SECONDS + _GRACE
+            killed = [p for p in processes if p.is_victim and p.ended_at < until]
+            require(not killed or blamed in killed, "a survivor is blamed")
 
     def check_wait(self, process: Process, start: float, host: int | None = None) -> None:
         """Nobody waits for long for a process that has ended, or runs another program."""
@@ -410,53 +316,31 @@ class World:
         if waited < _SLOWEST_NEWS:
             return
         for member in process.cluster.members.values():
-            if not (member.is_dead and host in (None, member.host)):
-                continue
-            if self.now - max(start, member.ended_at) > _SLOWEST_NEWS:
-                raise BrokenError("a host waits for one that has left")
-        if host is not None and waited > 2 * protocol.ANSWER_SECONDS:
-            raise BrokenError("a host waits for one that does not answer")
-        if self.bug and self.bug[0] == "program" and waited > 2 * _SLOWEST_NEWS:
-            raise BrokenError("a host waits for one that runs another program")
-        if waited > COLLECTIVE_SECONDS + 30.0:
-            raise BrokenError("a host waits for longer than the time-out")
+            if member.is_dead and host in (None, member.host):
+                since = self.now - max(start, member.ended_at)
+                require(since <= _SLOWEST_NEWS, "a host waits for one that has left")
+        is_answered = host is None or waited <= 2 * protocol.ANSWER_SECONDS
+        require(is_answered, "a host waits for one that does not answer")
+        is_alike = not (self.bug and self.bug[0] == "program") or waited <= 2 * _SLOWEST_NEWS
+        require(is_alike, "a host waits for one that runs another program")
+        is_soon = waited <= hosts.COLLECTIVE_SECONDS + 30.0
+        require(is_soon, "a host waits for longer than the time-out")
 
-    def check_decision(self, process: Process, decision: str | None) -> None:
-        leaving = process.leaving
-        own = protocol.NO_STEP if leaving.is_off else str(leaving.decision)
-        if decision is not None and own != decision:
-            raise BrokenError("hosts come to different decisions")
-
-    def check_no_hang(self) -> None:
-        raise BrokenError(f"hangs: {[(p.host, p.phase) for p in self.workers.values()]}")
-
-    def check_end(self) -> None:
-        for launcher in self.launchers:
-            if not (launcher.is_done or launcher.is_dead):
-                self.check_no_hang()
+    def check_end(self, ended: bool) -> None:
+        phases = [(process.host, process.phase) for process in self.workers.values()]
+        ended &= all(launcher.is_dead for launcher in self.launchers)
+        require(ended, f"hangs: {phases}")
         for processes in self.memberships.values():
-            if len(processes) < self.hosts or any(p.is_touched for p in processes):
-                continue
-            if self.bug and self.bug[0] != "busy":
-                continue
-            statuses = {process.status for process in processes if process.is_dead}
-            if len(statuses) > 1 and statuses & {0, protocol.RESTART_STATUS}:
-                raise BrokenError(f"hosts end in different decisions: {statuses}")
-        if self.job > 1:
-            return  # The job that was replaced may take its folder back.
+            is_quiet = len(processes) == self.hosts and not any(p.is_touched for p in processes)
+            if is_quiet and (self.bug is None or self.bug[0] == "busy"):
+                statuses = {process.status for process in processes if process.is_dead}
+                is_one = len(statuses) <= 1 or not statuses & {0, protocol.RESTART_STATUS}
+                require(is_one, f"hosts end in different decisions: {statuses}")
         results = {launcher.result.status for launcher in self.launchers if launcher.result}
-        if "full" in str(self.log) or " end " in str(self.log) or self.bug:
-            return
-        if 0 not in results and results:
-            raise BrokenError(f"the job does not come to its end: {results}")
-
-
-def draw_faults(draw: Callable[[], float]) -> list[tuple[int, str]]:
-    """Draws up to three faults, each after some number of events."""
-    count = int(draw() * 3.99)
-    # Most in a first run, some while the job recovers.
-    moments = sorted(int(draw() * (60 if draw() < 0.3 else 300)) for _ in range(count))
-    return [(moment, FAULTS[int(draw() * len(FAULTS))]) for moment in moments]
+        may_fail = self.bug or "full" in str(self.log) or " end " in str(self.log)
+        # A job that was replaced may take its folder back.
+        is_complete = self.job > 1 or may_fail or not results or 0 in results
+        require(is_complete, f"the job does not come to its end: {results}")
 
 
 def inject(world: World, kind: str) -> None:
@@ -465,6 +349,7 @@ def inject(world: World, kind: str) -> None:
     alive = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
     if not alive:
         return
+    world.states.add(tuple(process.phase for process in alive))
     process = alive[int(draw() * len(alive))]
     if not (kind == "damage" or (kind == "notice" and process.is_fitting)):
         everyone = kind in ("kill both", "replace", "end")
@@ -477,7 +362,9 @@ def inject(world: World, kind: str) -> None:
             victim.is_victim = True
             world.end(victim, 137)
     elif kind == "stop":
-        world.stop_process(process)
+        process.is_stopped = True
+        if process.cluster is not None:
+            world.after(hosts.HEARTBEAT_SECONDS, world.miss, process, process.cluster)
         world.after(world.delay(40.0), world.resume_process, process)
     elif kind == "notice":
         process.take_signal(15)
@@ -504,8 +391,7 @@ def inject(world: World, kind: str) -> None:
             for connection in old.connections:
                 world.cut(connection)
             if old.cluster is not None:
-                news = draw() * HEARTBEAT_SECONDS
-                world.after(news, world.break_up, old.cluster)
+                world.after(draw() * hosts.HEARTBEAT_SECONDS, world.break_up, old.cluster)
         world.start_job()
 
 
@@ -517,7 +403,7 @@ def _cut_one_way(world: World, process: Process) -> None:
     """
     host = process.host
     is_out = world.draw() < 0.5
-    way = (host, ALL) if is_out else (ALL, host)
+    way = (host, hosts.ALL) if is_out else (hosts.ALL, host)
     world.ways[way] = world.now + world.delay(40.0)
     everyone = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
     unanswered = [p for p in everyone if p.host] if is_out and not host else [process]
@@ -526,14 +412,13 @@ def _cut_one_way(world: World, process: Process) -> None:
         if world.blocked(*way) <= 0.0:
             return
         if is_out != (host == 0):  # The chief gets no heartbeats.
-            for cluster in {id(p.cluster): p.cluster for p in everyone}.values():
-                if cluster is not None:
-                    world.break_up(cluster)
-            return
-        for other in unanswered:
-            other.is_cut_off = other.cluster is not None
+            for cluster in {id(p.cluster): p.cluster for p in everyone if p.cluster}.values():
+                world.break_up(cluster)
+        else:
+            for other in unanswered:
+                other.is_cut_off = other.cluster is not None
 
-    world.after(HEARTBEAT_SECONDS, notice)
+    world.after(hosts.HEARTBEAT_SECONDS, notice)
 
 
 def schedules(first: int, count: int, rules: Any = RULES) -> Iterator[World]:
@@ -559,11 +444,8 @@ def main() -> int:
         events += world.events
         states |= world.states
         if number % 10_000 == 0 or number == arguments.schedules:
-            print(
-                f"{number:,} schedules, {events:,} events, {len(states):,} states of hosts: "
-                "all invariants hold",
-                flush=True,
-            )
+            counts = f"{number:,} schedules, {events:,} events, faults in {len(states):,} states"
+            print(f"{counts} of hosts: all invariants hold", flush=True)
     return 0
 
 

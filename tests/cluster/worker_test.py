@@ -31,24 +31,20 @@ library.pthread_mutex_lock(lock)
 
 class SignalsTest(absltest.TestCase):
     def test_a_failed_run_ends_a_worker_that_listens_for_the_black_box_too(self):
-        with tempfile.TemporaryDirectory() as folder:
-            failed = pathlib.Path(folder, "failed")
-            process = subprocess.Popen(
-                [warm_python.executable(), "-c", _SCRIPT],
-                stdout=subprocess.PIPE,
-                env={
-                    **os.environ,
-                    worker.FAILURE_FILE: str(failed),
-                    "PYTHONPATH": os.pathsep.join(filter(None, sys.path)),
-                },
-            )
-            self.addCleanup(process.kill)
-            assert process.stdout
-            with process.stdout:
-                self.assertEqual(b"stuck\n", process.stdout.readline())
-            failed.touch()
-            process.send_signal(signal.SIGTERM)
-            self.assertEqual(128 + signal.SIGTERM, process.wait(_SECONDS))
+        failed = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "failed")
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [warm_python.executable(), "-c", _SCRIPT],
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables, worker.FAILURE_FILE: str(failed)},
+        )
+        self.addCleanup(process.kill)
+        assert process.stdout
+        with process.stdout:
+            self.assertEqual(b"stuck\n", process.stdout.readline())
+        failed.touch()
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(128 + signal.SIGTERM, process.wait(_SECONDS))
 
 
 if __name__ == "__main__":

@@ -48,7 +48,7 @@ class BlackBoxTest(parameterized.TestCase):
             self.write("1", made_box(1, (6, 50.0, 51.0), (7, 52.0, None))),
             self.write("0", made_box(0, (5, 40.0, 41.0), (6, 50.5, 51.5), reason="SIGUSR1")),
         ]
-        result = run_tfcdo("doctor", "--blackbox", *files)
+        status, output, _ = run_tfcdo("doctor", "--blackbox", *files)
         place = "of 3, time 3, of the all-reduce of 2 values (f[2], f[3]), plan 01234567"
         self.assertEqual(
             [
@@ -58,21 +58,20 @@ class BlackBoxTest(parameterized.TestCase):
                 f"{_HOSTS[2]}: no file: it was killed, or not given",
                 f"Host 1 waited in pack 2 {place}: Hosts 0 and 2 stopped before it.",
             ],
-            result.output.splitlines(),
+            output.splitlines(),
         )
-        self.assertEqual(0, result.status)
+        self.assertEqual(0, status)
 
     def test_hosts_that_wait_in_other_collectives_in_one_and_in_none(self):
         entries = ((8, 52.0, None), (7, 52.0, None), (9, 1.0, 2.0))
-        *lines, zero, one = black_boxes.compare([*map(made_box, range(3), entries)])
-        self.assertLen(lines, 3)
+        *_, zero, one = black_boxes.compare([*map(made_box, range(3), entries)])
         self.assertRegex(zero, r"^Host 0 waited in pack 3 .*: Host 1 stopped before it\.$")
         self.assertRegex(one, r"^Host 1 waited in pack 2 .*: all hosts are in it or have left")
-        *_, line = black_boxes.compare([made_box(host, (8, 52.0, None)) for host in range(3)])
-        self.assertRegex(line, "^Hosts 0 and 1 and 2 waited in pack 3 .*: all hosts are in it or")
         lines = black_boxes.compare([made_box(0, (8, 52.0, 53.0)), made_box(1)])
         self.assertStartsWith(lines[1], f"{_HOSTS[1]}: in no collective yet")
         self.assertEqual("No host waits for another one in a collective.", lines[-1])
+        *_, line = black_boxes.compare([made_box(host, (8, 52.0, None)) for host in range(3)])
+        self.assertRegex(line, "^Hosts 0 and 1 and 2 waited in pack 3 .*: all hosts are in it or")
 
     def test_files_that_are_refused(self):
         good = self.write("good", made_box(0))
@@ -82,23 +81,18 @@ class BlackBoxTest(parameterized.TestCase):
             ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
             ([str(self.folder / "none")], "No such file"),
-            ([str(self.folder)], "Is a directory"),
             ([], "--blackbox requires files; see tfcdo doctor --help"),
         ):
             with self.subTest(message):
                 result = run_tfcdo("doctor", "--blackbox", *files)
                 self.assertNotEqual(0, result.status)
                 self.assertRegex(result.errors, message)
-        self.assertNotEqual(0, run_tfcdo("doctor", good).status)
 
     def test_the_last_thousand_of_all_kinds_by_time(self):
+        numbers = np.arange(200, 1200)
         kinds = []
-        for name, first in (("a", 0.0), ("b", 0.5)):
-            numbers = np.arange(200, 1200)
-            entered = first + numbers
-            left = entered + 0.25
-            if name == "b":
-                left[-1] = np.nan  # It waits.
+        for name, entered in (("a", numbers + 0.0), ("b", numbers + 0.5)):
+            left = np.where(entered == 1199.5, np.nan, entered + 0.25)  # The last one waits.
             kind = progress.Kind(name, {"values": ["f[2]"], "collectives": 4}, mock.Mock(), 1)
             last = progress.Collectives(numbers, entered, left)
             self.enter_context(mock.patch.object(kind, "last", return_value=last))
@@ -110,7 +104,7 @@ class BlackBoxTest(parameterized.TestCase):
             for half in (0, 1)
         ]
         expected[-1] = progress.Entry("b", 1199, 1199.5, None)
-        self.assertEqual(expected, box.entries)
+        self.assertTrue(expected == box.entries)  # The difference of long lists takes minutes.
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
             progress.write_box(box)
         path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
@@ -118,15 +112,16 @@ class BlackBoxTest(parameterized.TestCase):
         self.assertEqual(box, progress.read_box(path))
 
     @parameterized.parameters(
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "{}"}, "tfcdo"),
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "", "HOME": "{}"}, ".cache/tfcdo"),
-        ({"TFCDO_CACHE_DIR": "{}", "XDG_CACHE_HOME": "/elsewhere"}, "."),
-        ({"TFCDO_CACHE_DIR": "", "XDG_CACHE_HOME": "relative", "HOME": "{}"}, ".cache/tfcdo"),
-        ({"TFCDO_CACHE_DIR": "~/mine", "HOME": "{}"}, "mine"),
+        ("", "{}", "tfcdo"),
+        ("", "", "home/.cache/tfcdo"),
+        ("", "relative", "home/.cache/tfcdo"),
+        ("{}", "/elsewhere", "."),
+        ("~/mine", "/elsewhere", "home/mine"),
     )
-    def test_where(self, variables, folder):
-        variables = {key: value.format(self.folder) for key, value in variables.items()}
-        with mock.patch.dict(os.environ, variables):
+    def test_where(self, own, xdg, folder):
+        own, xdg = own.format(self.folder), xdg.format(self.folder)
+        home = str(self.folder / "home")
+        with mock.patch.dict(os.environ, TFCDO_CACHE_DIR=own, XDG_CACHE_HOME=xdg, HOME=home):
             self.assertEqual(self.folder / folder, cache_folder.cache_folder())
 
     def test_a_folder_that_cannot_be_written(self):
@@ -145,9 +140,9 @@ class SignalTest(absltest.TestCase):
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 
     def test_asks_once_and_other_users_of_signals_stay(self):
-        self.assertFalse(progress.asked())
         reader, writer = os.pipe()
-        os.set_blocking(writer, False)
+        for end in (reader, writer):
+            os.set_blocking(end, False)
         signal.set_wakeup_fd(writer)
         progress.listen()
         progress.listen()

@@ -16,7 +16,6 @@ from unittest import mock
 import keras
 import tensorflow as tf
 import warm_python
-from absl.testing import parameterized
 
 import tfcdo
 
@@ -30,7 +29,7 @@ def losses_of_one() -> list[float]:
         return runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
 
 
-class BackendsTest(tf.test.TestCase, parameterized.TestCase):
+class BackendsTest(tf.test.TestCase):
     def test_tensorflow(self):
         self.addCleanup(tf.distribute.experimental_set_strategy, None)
         devices = "keras.src.distribution.distribution_lib.list_devices"
@@ -49,20 +48,13 @@ class BackendsTest(tf.test.TestCase, parameterized.TestCase):
         assert found, ran.stdout + ran.stderr
         self.assertAllClose(losses_of_one(), json.loads(found[1]), 1e-5, 1e-5)
 
-
-class SetDistributionTest(tf.test.TestCase, parameterized.TestCase):
-    def setUp(self):
-        super().setUp()
-        self.addCleanup(tf.distribute.experimental_set_strategy, None)
-
     def test_devices_of_the_distribution(self):
+        self.addCleanup(tf.distribute.experimental_set_strategy, None)
         data_parallel = keras.distribution.DataParallel(devices=["cpu:0"])
         tfcdo.keras.set_distribution(data_parallel)
         strategy = tf.distribute.get_strategy()
         self.assertIsInstance(strategy, tfcdo.MirroredStrategy)
         self.assertEqual(["CPU:0"], [one[-5:] for one in strategy.extended.worker_devices])
-        model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
-        self.assertIs(strategy, model.distribute_strategy)
         tfcdo.keras.set_distribution(keras.distribution.DataParallel)
         count = len(keras.distribution.list_devices())
         self.assertEqual(count, tf.distribute.get_strategy().num_replicas_in_sync)
@@ -78,11 +70,10 @@ class SetDistributionTest(tf.test.TestCase, parameterized.TestCase):
         # Several hosts need the class.
         cluster = {"worker": ["localhost:1", "localhost:2"]}
         config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
-        own = keras.distribution.DataParallel(devices=["cpu:0"])
         message = "must be the class keras.distribution.DataParallel"
         environment = mock.patch.dict(os.environ, TF_CONFIG=config)
         with environment, self.assertRaisesRegex(ValueError, message):
-            tfcdo.keras.set_distribution(own)
+            tfcdo.keras.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
 
 
 if __name__ == "__main__":

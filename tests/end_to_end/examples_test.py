@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import functools
 import io
 import pathlib
 import re
@@ -23,20 +22,13 @@ import tfcdo
 _EXAMPLES = pathlib.Path(__file__).absolute().parents[2] / "examples"
 
 
-# Not when the file is imported: a strategy starts TensorFlow, whose devices others may configure.
-@functools.cache
-def _one() -> tf.distribute.Strategy:
-    return tf.distribute.OneDeviceStrategy("/cpu:0")
-
-
-@functools.cache
-def _two() -> tf.distribute.Strategy:
-    return tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1"])
-
-
-@functools.cache
 def _load(name: str) -> Any:
     return types.SimpleNamespace(**runpy.run_path(str(_EXAMPLES / f"{name}.py")))
+
+
+def _on_two_and_one(train: Any) -> tuple[Any, Any]:
+    two = tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1"])
+    return train(two), train(tf.distribute.OneDeviceStrategy("/cpu:0"))
 
 
 class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
@@ -49,7 +41,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip", "contrastive")
     def test_keras_trains_as_on_one_device(self, name):
         example = _load(name)
-        model, expected_model = example.train(_two()), example.train(_one())
+        model, expected_model = _on_two_and_one(example.train)
         for own, expected in zip(model.weights, expected_model.weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
         if name == "embeddings":  # They learn more than the best constant.
@@ -62,15 +54,13 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(int(model.optimizer.iterations), updates)
 
     def test_mixed_precision(self):
-        train = _load("mixed_precision").train
-        (model, loss), (_, expected) = train(_two()), train(_one())
+        (model, loss), (_, expected) = _on_two_and_one(_load("mixed_precision").train)
         self.assertEqual(model.layers[0].compute_dtype, "float16")
         # float16 has three digits.
         self.assertAllClose(expected, loss, rtol=0.03)
 
     def test_own_loop(self):
-        example = _load("own_loop")
-        slopes, height = example.train(_two())
+        slopes, height = _load("own_loop").train(tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1"]))
         # The plane that the targets are on.
         self.assertAllClose([[1], [-2], [0.5]], slopes, atol=0.05)
         self.assertAllClose(3, height, atol=0.05)

@@ -1,4 +1,4 @@
-"""The four classes inside TensorFlow's `MirroredStrategy`: calls, and graphs of TensorFlow 1."""
+"""tfcdo's classes inside TensorFlow's `MirroredStrategy`: calls, and graphs of TensorFlow 1."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ def made(make: Callable[[], Any], count: int) -> tuple[Any, tf.distribute.Mirror
     return ops, tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
 
 
-def context() -> Any:
-    return tf.distribute.get_replica_context()
+def directly(body: Any) -> Any:
+    return body
 
 
-def on_replica(value: Any) -> Any:
-    """The value with a device: a function's arguments have none while it is traced."""
-    return tf.nest.map_structure(tf.identity, value)
+def compiled(body: Any) -> Any:
+    """On CPUs the strategy compiles all replicas, and what `ops` adds between them, together."""
+    return tf.function(body, jit_compile=True, autograph=False)
 
 
-class StrategyTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+class StrategyTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @contextlib.contextmanager
     def used(self, ops: tf.distribute.CrossDeviceOps, method: str = "batch_reduce") -> Iterator:
         """Asserts that the strategy calls a method of `ops`, so that this is what is tested."""
@@ -44,103 +44,71 @@ class StrategyTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             yield
         self.assertGreater(spy.call_count, 0)
 
-    def assert_close(self, expected: Any, actual: tf.Tensor) -> None:
-        """Asserts a result of a few roundings of numbers that may be larger than it is."""
-        self.assertEqual(np.shape(expected), tuple(actual.shape))
-        rtol = 4 * tu.unit_roundoff(actual.dtype)
-        np.testing.assert_allclose(tu.exact(actual), expected, rtol=rtol, atol=100 * rtol)
-
-    def assert_replicas(self, expected: Any, value: Any, count: int) -> None:
-        """Asserts the value of each replica, and that all have the same bits."""
-        components = strategy_results(value)
-        self.assertLen(components, count)
-        for component in components:
-            self.assert_close(expected, component)
-        self.assert_bitwise_equal(components)
-
-
-def strategy_results(value: Any) -> tuple[Any, ...]:
-    return tuple(getattr(value, "values", (value,)))
-
-
-class AllReduceTest(StrategyTestCase):
-    """`ReplicaContext.all_reduce`."""
-
-    @parameterized.parameters((*CLASSES[0], tf.function), (*CLASSES[1], lambda body: body))
-    def test_all_reduces_nested_structures(self, make, count, in_mode):
+    @parameterized.parameters(
+        (*CLASSES[0], tf.function, directly),
+        (*CLASSES[1], directly, directly),
+        (*CLASSES[0], directly, compiled),
+        (*CLASSES[1], tf.function, compiled),
+    )
+    def test_all_reduces_nested_structures(self, make, count, in_mode, in_replica_mode):
         ops, strategy = made(make, count)
         dtypes = (tf.float32, tf.float16, tf.int64, tf.complex64, tf.float32)
-        shapes = ((2, 3), (5,), (), (4,), (0, 2))
         leaves = [
             [tu.numbers(shape, dtype, 10 * leaf + rank) for rank in range(count)]
-            for leaf, (shape, dtype) in enumerate(zip(shapes, dtypes, strict=True))
+            for leaf, (shape, dtype) in enumerate(zip(((2, 3), (5,), (), (4,), (0, 2)), dtypes))
         ]
         a, b, c, d, e = map(tu.per_replica, leaves)
-        value = {"a": a, "b": [b, (c,)], "c": {"d": d, "e": e}}
 
-        def run(value):
-            return strategy.run(
-                lambda own: {
-                    reduce_op.name: context().all_reduce(reduce_op, on_replica(own))
-                    for reduce_op in (SUM, MEAN)
-                },
-                args=(value,),
+        @in_replica_mode
+        def on_replica(own):
+            # While a function is traced, its arguments have no device.
+            own = tf.nest.map_structure(tf.identity, own)
+            context = tf.distribute.get_replica_context()
+            total = context.all_reduce(SUM, own)
+            # Between and after all-reduces, replicas compute.
+            return total, context.all_reduce(MEAN, tf.nest.map_structure(lambda x: x + x, own))
+
+        with self.used(ops):
+            results = in_mode(lambda own: strategy.run(on_replica, (own,)))(
+                {"a": a, "b": [b, (c,)], "c": {"d": d, "e": e}}
             )
+        for reduce_op, factor, result in zip((SUM, MEAN), (1, 2), results, strict=True):
+            for own, arrays in zip(tf.nest.flatten(result), leaves, strict=True):
+                expected = factor * tu.oracle(reduce_op, arrays)
+                dtype = tu.result_dtype(reduce_op, tf.as_dtype(arrays[0].dtype))
+                self.assertLen(own.values, count)
+                self.assert_exact(own.values[0], expected, dtype)
+                self.assert_bitwise_equal(own.values)
 
-        with self.used(ops):
-            results = in_mode(run)(value)
-        for reduce_op in SUM, MEAN:
-            result = results[reduce_op.name]
-            self.assertEqual(["a", "b", "c"], sorted(result))
-            flat = [result["a"], result["b"][0], result["b"][1][0], *result["c"].values()]
-            for own, arrays, dtype in zip(flat, leaves, dtypes, strict=True):
-                self.assert_replicas(tu.oracle(reduce_op, arrays), own, count)
-                self.assertEqual(tu.result_dtype(reduce_op, dtype), strategy_results(own)[0].dtype)
-
-    def test_compiled_replica_function(self):
-        # On CPUs the strategy compiles all replicas, and what `ops` adds between them, together.
-        count = 3
-        ops, strategy = made(tfcdo.HierarchicalCopyAllReduce, count)
-        own = [tu.numbers((4, 2), tf.float32, rank) for rank in range(count)]
-
-        @tf.function(jit_compile=True, autograph=False)
-        def replica(x):
-            total, mean = context().all_reduce(SUM, [x * 2, tf.reduce_sum(x)]), x / 2
-            return total, context().all_reduce(MEAN, mean)
-
-        value = tu.per_replica(own)
-        with self.used(ops):
-            direct = strategy.run(replica, args=(value,))
-            within = tf.function(lambda v: strategy.run(replica, args=(v,)), autograph=False)(value)
-        for (total, scalar), mean in direct, within:
-            self.assert_replicas(2 * tu.oracle(SUM, own), total, count)
-            self.assert_replicas(np.sum(tu.oracle(SUM, own)), scalar, count)
-            self.assert_replicas(tu.oracle(MEAN, own) / 2, mean, count)
-
-
-class GatherTest(StrategyTestCase):
     def test_all_gather_and_its_gradient(self):
-        count = 3
-        ops, strategy = made(tfcdo.ReductionToOneDevice, count)
-        rows = [1 + rank % 3 for rank in range(count)]
+        ops, strategy = made(*CLASSES[0])
+        rows = [1, 2, 3]
         own = [tu.numbers((n, 2), tf.float32, rank) for rank, n in enumerate(rows)]
-        weights = [tu.numbers((sum(rows), 2), tf.float32, 50 + rank) for rank in range(count)]
+        weights = [tu.numbers((sum(rows), 2), tf.float32, 50 + rank) for rank in range(3)]
 
-        def replica(x, w):
+        def on_replica(x, w):
             with tf.GradientTape() as tape:
                 tape.watch(x)
-                y = context().all_gather(x, axis=0)
+                y = tf.distribute.get_replica_context().all_gather(x, axis=0)
                 loss = tf.reduce_sum(w * y)
             return y, tape.gradient(loss, x)
 
         with self.used(ops, "_gather"):
-            gathered, gradient = tf.function(lambda *a: strategy.run(replica, args=a))(
+            gathered, gradient = tf.function(lambda *a: strategy.run(on_replica, args=a))(
                 tu.per_replica(own), tu.per_replica(weights)
             )
-        self.assert_replicas(np.concatenate(own), gathered, count)
+        for component in gathered.values:
+            self.assertAllEqual(np.concatenate(own), component)
         parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
         for part, component in zip(parts, gradient.values, strict=True):
-            self.assert_close(part, component)
+            self.assertAllEqual(part, component)
+
+    def test_with_version_1_behavior(self):
+        """Graphs of TensorFlow 1, and gradients in them."""
+        # It cannot be switched off again, so it gets a process of its own.
+        result = warm_python.run("-c", _SESSION, str(pathlib.Path(__file__).parent))
+        self.assertEqual(0, result.returncode, result.stderr)
+        self.assertEqual([f"ok {count}" for _, count in CLASSES], result.stdout.split("\n")[:-1])
 
 
 _SESSION = """
@@ -179,16 +147,6 @@ for make, count in st.CLASSES:
         np.testing.assert_allclose(after, [fed.sum() / count] * count, rtol=1e-6)
         print("ok", count)
 """
-
-
-class SessionTest(StrategyTestCase):
-    """Graphs of TensorFlow 1, and gradients in them."""
-
-    def test_with_version_1_behavior(self):
-        # It cannot be switched off again, so it gets a process of its own.
-        result = warm_python.run("-c", _SESSION, str(pathlib.Path(__file__).parent))
-        self.assertEqual(0, result.returncode, result.stderr)
-        self.assertEqual([f"ok {count}" for _, count in CLASSES], result.stdout.split("\n")[:-1])
 
 
 if __name__ == "__main__":

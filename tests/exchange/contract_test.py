@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import numpy as np
@@ -19,7 +18,6 @@ from tfcdo.exchange import (
     Collective,
     Exchange,
     PackSpec,
-    Peers,
     PowerSGD,
     Rehearsal,
     Sum,
@@ -27,7 +25,6 @@ from tfcdo.exchange import (
     rounding,
 )
 from tfcdo.exchange.casts import BY_NAME
-from tfcdo.exchange.protocol import CheckedPeers
 from tfcdo.plan.plan import digest
 
 KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
@@ -123,11 +120,6 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(hash(exchange), hash(dataclasses.replace(exchange)))  # type: ignore[type-var]
         self.assertLen(digest([exchange]), 16)
 
-    def test_peers_take_their_arguments_by_name(self):
-        for kind in KINDS:
-            ours, promised = getattr(CheckedPeers, kind), getattr(Peers, kind)
-            self.assertEqual(inspect.signature(ours), inspect.signature(promised))
-
     def test_bytes_of_a_collective(self):
         found = [[Collective(kind, 1200).bytes_sent(hosts) for kind in KINDS] for hosts in (2, 3)]
         self.assertEqual(found, [[1200, 600, 1200, 600], [1600, 800, 2400, 800]])
@@ -135,49 +127,33 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
 
 @dataclasses.dataclass(frozen=True)
 class _Wrong(Sum):
-    """An exchange that breaks its contract in a way."""
+    """An exchange that breaks its contract."""
 
-    way: str
+    way: Callable[[Any, Any], Any]
 
     def run(
         self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Any
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
-        [flat] = tensors
-        match self.way:
-            case "no call":
-                return tensors, {}
-            case "another call":
-                return [peers.broadcast(flat)], {}
-            case "other bytes":
-                return [peers.all_reduce(flat[:-1])], {}
-            case "two calls":
-                return [peers.all_reduce(peers.all_reduce(flat))], {}
-            case "another shape":
-                return [peers.all_reduce(flat)[:-1]], {}
-            case "another dtype":
-                return [tf.cast(peers.all_reduce(flat), tf.float64)], {}
-            case "more state":
-                return [peers.all_reduce(flat)], {"more": flat}
-            case "unlike":
-                return [peers.all_reduce(flat) + float(peers.rank)], {}
-            case "waiting":
-                return [peers.all_reduce(flat) if peers.rank else flat], {}
-        raise AssertionError(self.way)
+        result = self.way(tensors[0], peers)
+        return result if isinstance(result, tuple) else ([result], {})
 
 
 class BrokenTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("no call", "leaves out"),
-        ("another call", "call 0 of .* is .*broadcast.*cost has .*all_reduce"),
-        ("other bytes", "num_bytes=36.*cost has .*num_bytes=40"),
-        ("two calls", "call 1 of .* cost has None"),
-        ("another shape", r"run must return sums of \['float32'\] and \[TensorShape\(\[10\]\)\]"),
-        ("another dtype", "returns .*float64"),
-        ("more state", "run must return a state like"),
-        ("unlike", "sum 0 differs between hosts 0 and 1"),
-        ("waiting", "leaves out|waits"),
+        ("leaves out", lambda flat, peers: flat),
+        ("leaves out|waits", lambda flat, peers: peers.all_reduce(flat) if peers.rank else flat),
+        ("call 0 .* is .*broadcast.*cost has .*all_reduce", lambda flat, p: p.broadcast(flat)),
+        ("num_bytes=36.*cost has .*num_bytes=40", lambda flat, p: p.all_reduce(flat[:-1])),
+        ("call 1 of .* cost has None", lambda flat, p: p.all_reduce(p.all_reduce(flat))),
+        (
+            r"run must return sums of \['float32'\] and \[TensorShape\(\[10\]\)\]",
+            lambda flat, peers: peers.all_reduce(flat)[:-1],
+        ),
+        ("returns .*float64", lambda flat, p: tf.cast(p.all_reduce(flat), tf.float64)),
+        ("must return a state like", lambda flat, p: ([p.all_reduce(flat)], {"more": flat})),
+        ("sum 0 differs between hosts 0 and 1", lambda flat, p: p.all_reduce(flat) + float(p.rank)),
     )
-    def test_it_is_refused(self, way, pattern):
+    def test_it_is_refused(self, pattern, way):
         rehearsal = Rehearsal(_Wrong(way), [(10,)])
         with self.assertRaisesRegex(RuntimeError, pattern):
             rehearsal.step([[np.ones(10, np.float32)]] * 2)
@@ -204,37 +180,28 @@ class CastsTest(tf.test.TestCase, parameterized.TestCase):
         [total] = hosts.step([[own] for own in values])
         return total
 
-    def check_bound(self, wire: str, values: np.ndarray) -> np.ndarray:
-        """Asserts the bound of the error; returns the errors as parts of it."""
-        count, size = values.shape
-        hosts = Rehearsal(BY_NAME[wire], [(size,)], count, values.dtype.name)
-        if wire == "int8":
-            _, block = BY_NAME[wire].layout(size, count)
-            bound = block_error_bound(values, count, block)
-        else:
-            magnitudes, dtype = np.sum(np.abs(values), 0), tf.as_dtype(values.dtype)
-            bound = error_bound(magnitudes, 1, count, wire, dtype)
-        error = np.abs(self.step(hosts, values) - np.sum(values, 0, np.float64)) / bound
-        self.assertLessEqual(np.max(error), 1)
-        return error
-
     @parameterized.parameters(
         # Numbers of hosts, and sizes: aligned and not, smaller than a block, and larger.
         ("bfloat16", 3, 7, "float32"), ("float16", 3, 129, "float64"), ("int8", 2, 160, "float32"),
         ("int8", 3, 7, "float32"), ("float16", 5, 1024, "float32"),
+        # Tiny and huge blocks, of which a block beside them changes nothing.
+        *[("int8", 3, 1024, "float32", magnitude) for magnitude in (1e-45, 1.2e-38, 1e38)],
     )  # fmt: skip
-    def test_within_the_bound_and_alike(self, wire, count, size, dtype):
-        values = np.random.default_rng(count).normal(size=(count, size)).astype(dtype)
+    def test_within_the_bound(self, wire, count, size, dtype, magnitude=1.0):
+        values = np.random.default_rng(count).uniform(-1, 1, (count, size))
+        values[:, : size // 2] *= magnitude
+        values = values.astype(dtype)
+        hosts = Rehearsal(BY_NAME[wire], [(size,)], count, dtype)
+        if wire == "int8":
+            _, block = BY_NAME[wire].layout(size, count)
+            bound = block_error_bound(values, count, block)
+        else:
+            magnitudes = np.sum(np.abs(values), 0)
+            bound = error_bound(magnitudes, 1, count, wire, tf.as_dtype(dtype))
+        error = np.abs(self.step(hosts, values) - np.sum(values, 0, np.float64)) / bound
+        self.assertLessEqual(np.max(error), 1)
         # It is cast, and the bound is not far away.
-        self.assertGreater(np.max(self.check_bound(wire, values)), 0.1)
-
-    @parameterized.parameters(1e-45, 1.2e-38, 1e-37, 3.3e38 / 3)
-    def test_int8_of_tiny_and_huge_blocks(self, magnitude):
-        generator = np.random.default_rng(0)
-        drawn = generator.uniform(-1, 1, (3, 1000)) * magnitude
-        # A large block beside it changes nothing.
-        drawn[:, 600:] = generator.normal(size=(3, 400))
-        self.check_bound("int8", drawn.astype(np.float32))
+        self.assertGreater(np.max(error), 0.1)
 
     @parameterized.parameters(np.nan, -np.inf)
     def test_int8_of_a_block_that_is_not_finite(self, number):
@@ -252,7 +219,7 @@ class CastsTest(tf.test.TestCase, parameterized.TestCase):
         total = self.step(Rehearsal(BY_NAME[wire], [(9,)], 5), values)
         self.assertAllEqual(np.full([9], large + 4.0), total)
 
-    @parameterized.parameters(("bfloat16", 300), ("float16", 300), ("int8", 300), ("int8", 1))
+    @parameterized.parameters(("float16", 300), ("int8", 300), ("int8", 1))
     def test_what_casts_lose_comes_in_later_steps(self, wire, size):
         """Over all steps only what the last one has lost is missing, of both casts."""
         values = np.random.default_rng(1).normal(size=(3, size)).astype(np.float32)

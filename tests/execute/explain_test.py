@@ -1,4 +1,4 @@
-"""`explain` says what is in the graph that runs, and arguments have the defaults that they name."""
+"""`explain` says what is in the graph that runs."""
 
 from __future__ import annotations
 
@@ -12,17 +12,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.plan.copy_tree import chain, two_level
-
-_DGX1: dict[str, Any] = {"topology": topology.preset("dgx1", 3)}
-OPS: dict[str, Any] = {
-    "hierarchical": lambda **kw: tfcdo.HierarchicalCopyAllReduce(num_packs=2, **kw),
-    "ring": lambda **kw: tfcdo.AllReduceCrossDeviceOps("ring", **kw),
-    "one device": tfcdo.ReductionToOneDevice,
-    "elsewhere": lambda **kw: tfcdo.ReductionToOneDevice("/cpu:5", **kw),
-    "packed": lambda **kw: tfcdo.AllReduceCrossDeviceOps("packed_trees", 5, **kw, **_DGX1),
-    "auto": lambda **kw: tfcdo.AllReduceCrossDeviceOps("auto", 5, **kw, **_DGX1),
-}
+from tfcdo.plan.copy_tree import two_level
 
 
 class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -31,17 +21,17 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     SHAPES = ((100,), (5, 10), (), (30, 20))
 
     @parameterized.parameters(
-        ("hierarchical", "bfloat16", None),
-        ("hierarchical", "float32", "float16"),
-        ("ring", "float32", "float16"),
-        ("one device", "bfloat16", None),
-        ("elsewhere", "float32", None),
-        ("elsewhere", "float32", "float16"),
-        ("packed", "float32", None),
-        ("auto", "float32", None),
+        (tfcdo.HierarchicalCopyAllReduce(2), "bfloat16"),
+        (tfcdo.AllReduceCrossDeviceOps("ring", wire_dtype="float16"), "float32"),
+        (tfcdo.ReductionToOneDevice(), "bfloat16"),
+        (tfcdo.ReductionToOneDevice("/cpu:5", wire_dtype="float16"), "float32"),
+        (
+            tfcdo.AllReduceCrossDeviceOps("packed_trees", 5, topology=topology.preset("dgx1", 3)),
+            "float32",
+        ),
     )
-    def test_packs_and_bytes_are_those_of_the_graph(self, name, dtype, wire):
-        ops, count = OPS[name](wire_dtype=wire), 3
+    def test_packs_and_bytes_are_those_of_the_graph(self, ops, dtype):
+        count = 3
         devices = tu.device_names(8)
         told = ops.explain(self.SHAPES, dtype, devices[:count])
         arrays = [
@@ -75,7 +65,24 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertEqual(adding, told.num_ops["AddN"])
 
 
-class OwnersTest(tf.test.TestCase):
+class ExplainTest(tf.test.TestCase, parameterized.TestCase):
+    SHAPES = ((100,), (5, 10), ())
+
+    def explain(self, ops: Any, count: int = 3, **kwargs: Any) -> Any:
+        return ops.explain(self.SHAPES, devices=[f"/cpu:{i}" for i in range(count)], **kwargs)
+
+    @parameterized.parameters(
+        ("nccl", tfcdo.NcclAllReduce(1)),
+        ("hierarchical_copy", tfcdo.HierarchicalCopyAllReduce(1)),
+        ("auto", tfcdo.AutoAllReduce()),
+    )
+    def test_algorithms_by_name(self, algorithm, same):
+        found, expected = (
+            ops.explain([(10**7,)], devices=tu.device_names(4)).packs
+            for ops in (tfcdo.AllReduceCrossDeviceOps(algorithm), same)
+        )
+        self.assertEqual(expected, found)
+
     def test_shares_of_owners(self):
         devices = tu.device_names(2)
         told = tfcdo.AutoAllReduce().explain([(30,), (10,), (10,)], devices=devices)
@@ -85,45 +92,6 @@ class OwnersTest(tf.test.TestCase):
         self.assertEqual(told.owned_bytes, (120, 80))
         self.assertEqual(dict(told.bytes_by_link), {(0, 1): 200, (1, 0): 200})
         self.assertRegex(str(told), "120 bytes a device instead of 200 bytes.* 1.20 of the mean")
-
-
-class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
-    """Tests of arguments left out, and of what an object says about itself."""
-
-    @parameterized.parameters(("nccl", 1), ("hierarchical_copy", 1), ("ring", None))
-    def test_num_packs_left_out(self, algorithm, expected):
-        place, devices = topology.preset("dgx1", 4), tu.device_names(4)
-        default = tfcdo.AllReduceCrossDeviceOps(algorithm, topology=place)
-        given = tfcdo.AllReduceCrossDeviceOps(algorithm, expected, topology=place)
-        self.assertEqual(repr(given), repr(default))
-        shapes = [(40_000_000,)]
-        self.assertEqual(
-            given.explain(shapes, devices=devices), default.explain(shapes, devices=devices)
-        )
-
-    def test_auto_is_auto_all_reduce_and_a_ring_is_a_ring(self):
-        place, devices = topology.preset("dgx1", 4), tu.device_names(4)
-        auto, same, ring = (
-            ops.explain([(1_000_000,)], devices=devices)
-            for ops in (
-                tfcdo.AllReduceCrossDeviceOps("auto", topology=place),
-                tfcdo.AutoAllReduce(topology=place),
-                tfcdo.AllReduceCrossDeviceOps("ring"),
-            )
-        )
-        self.assertEqual(same.packs, auto.packs)
-        self.assertGreater(auto.num_packs, 1)
-        self.assertEqual([chain(4, root) for root in range(4)], [p.tree for p in ring.packs])
-        # Each device but one sends each of the 4 packs once up and once down, to its neighbours.
-        self.assertLen(ring.bytes_by_link, 8)
-        self.assertEqual({1_000_000 * 3}, set(ring.bytes_by_link.values()))
-
-
-class ExplainTest(tf.test.TestCase, parameterized.TestCase):
-    SHAPES = ((100,), (5, 10), ())
-
-    def explain(self, ops: Any, count: int = 3, **kwargs: Any) -> Any:
-        return ops.explain(self.SHAPES, devices=[f"/cpu:{i}" for i in range(count)], **kwargs)
 
     def test_copy_trees(self):
         told = self.explain(tfcdo.HierarchicalCopyAllReduce(num_packs=2), dtype=tf.float64)

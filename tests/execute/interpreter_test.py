@@ -1,4 +1,4 @@
-"""The interpreter: plans of every kind run, along the edges of their trees and no others."""
+"""The interpreter: copies along the edges of a plan's trees and no others."""
 
 from __future__ import annotations
 
@@ -9,150 +9,90 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from graph_testing import TREES, edges_both_ways, one_pack
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.execute import copy_trees, interpreter
-from tfcdo.plan.copy_tree import CopyTree, chain, star
-from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
+from tfcdo.execute import interpreter
+from tfcdo.plan.copy_tree import CopyTree, binomial, chain, star, two_level
+from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
 
 
-def values_on(count: int, *shapes: tuple[int, ...]) -> list[list[tf.Tensor]]:
-    """One value per shape, on each device: `[value][device]`."""
+def values_on(count: int, *shapes: tuple[int, ...]) -> list[Any]:
+    """One value per shape, with a component on each device."""
     return [
-        list(tu.per_replica([tu.numbers(s, tf.float32, 10 * i + r) for r in range(count)]).values)
-        for i, s in enumerate(shapes)
+        tu.per_replica([tu.numbers(shape, tf.float32, 10 * i + rank) for rank in range(count)])
+        for i, shape in enumerate(shapes)
     ]
 
 
-class TreesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """Each pack is reduced up its tree, takes the root step, and is broadcast down."""
+def traced(body: Any) -> tf.Graph:
+    return tf.function(body, autograph=False).get_concrete_function().graph
 
-    def run_both_ways(self, plan: Plan, values: Any) -> tuple[tf.Graph, Any]:
-        """Runs a plan eagerly and in a function; returns the graph, and the eager results."""
-        names = tu.device_names(len(plan.nodes))
 
-        @tf.function(autograph=False)
-        def run(*flat: tf.Tensor) -> Any:
-            own = [[tu.place(v, name) for v, name in zip(value, names)] for value in flat]
-            return interpreter.run(plan, own, names, interpreter.Runtime())
+class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    """`explain_test` has the copies of sums."""
 
-        results = interpreter.run(plan, values, names, interpreter.Runtime())
-        for name, per_node in zip(names, zip(*results, strict=True), strict=True):
-            self.assertContainsSubset({r.device for r in per_node if r is not None}, {name})
-        traced = run(*values)
-        for mine, other in zip(tf.nest.flatten(results), tf.nest.flatten(traced), strict=True):
-            self.assertAllEqual(mine, other)
-        return run.get_concrete_function(*values).graph, results
+    @parameterized.parameters(star(3, 2), chain(3, 1), binomial(8, 3), two_level(8, 5))
+    def test_gathered_values_rows_and_tables_follow_the_edges(self, tree):
+        ops = tfcdo.AllReduceCrossDeviceOps([tree], sum_equal_rows=True)
+        names = tu.device_names(tree.num_devices)
+        edges = {ends for edge in tree.edges for ends in (edge, edge[::-1])}
 
-    @parameterized.parameters(*TREES)
-    def test_means(self, tree):
-        count = tree.num_devices
-        values = values_on(count, (3,), ())
-        specs = [ValueSpec("float32", shape) for shape in ((3,), ())]
-        plan = one_pack(tree, *specs, root=RootStep(divide=count))
-        graph, results = self.run_both_ways(plan, values)
-        for own, result in zip(values, results, strict=True):
-            self.assert_exact(result[0], tu.oracle(tu.MEAN, own), tf.float32)
-            self.assert_bitwise_equal(result)
-        names = tu.device_names(count)
-        copied = graph_testing.copied_bytes(graph, names)
-        self.assertEqual(dict.fromkeys(edges_both_ways(tree), 16), copied)
-        ops = [(op.type, op.device) for op in graph.get_operations()]
-        adding = [("AddN", names[node]) for node in range(count) if tree.children[node]]
-        expected = 2 * [*adding, ("RealDiv", names[tree.root])]
-        self.assertCountEqual(expected, [op for op in ops if op[0] in ("AddN", "RealDiv")])
+        def gather() -> Any:
+            value = tu.per_replica([tf.fill([rank % 3 + 1, 2], rank) for rank in range(len(names))])
+            return ops._gather(value, value, 0).values
 
-    @parameterized.parameters(*TREES[1:])
-    def test_gathers(self, tree):
-        count = tree.num_devices
-        values = [
-            [tf.fill([rank % 3, *shape], rank) for rank in range(count)] for shape in ((2,), ())
-        ]
-        specs = [ValueSpec("int32", (None, 2)), ValueSpec("int32", (None,))]
-        graph, results = self.run_both_ways(one_pack(tree, *specs, kind="concat"), values)
-        for own, result in zip(values, results, strict=True):
-            for gathered in result:
-                self.assertAllEqual(np.concatenate(own), gathered)
-        copied = graph_testing.copied_bytes(graph, tu.device_names(count))
-        self.assertEqual(edges_both_ways(tree), set(copied))
+        def add_rows(count: int) -> Any:
+            # A table of 6 rows has fewer bytes than 20 rows, and more than 2.
+            rows = tf.IndexedSlices(tf.ones([count, 2]), tf.range(count) % 6, tf.constant([6, 2]))
+            value = tu.per_replica([rows] * len(names))
+            both = ops.batch_reduce(tu.SUM, [(value, value)] * 2)
+            return [own for result in both for own in result.values]
 
-    @parameterized.parameters(
-        # Node 3 has no value. A copy goes only to nodes that get the result, or on the way to them.
-        (star(4, 3), {(0, 3), (1, 3), (2, 3)}),
-        (chain(4), {(2, 1), (1, 0), (0, 1), (1, 2), (2, 3)}),
-        (star(4, 0), {(1, 0), (2, 0), (0, 3)}),
-        (CopyTree((None, 0, 1, 0)), {(2, 1), (1, 0), (0, 3)}),
-    )
-    def test_sums_to_another_device(self, tree, expected):
-        values = values_on(3, (5,))
-        plan = one_pack(tree, ValueSpec("float32", (5,)), replicas=3, to=(3,))
-        names = tu.device_names(4)
-        graph, ([*_, result],) = self.run_both_ways(plan, values)
-        self.assert_exact(result, tu.oracle(tu.SUM, values[0]), tf.float32)
-        self.assertEqual(expected, set(graph_testing.copied_bytes(graph, names)))
+        for body, as_tables in (
+            (gather, False),
+            (lambda: add_rows(2), False),
+            (lambda: add_rows(20), True),
+        ):
+            graph = traced(body)
+            self.assertEqual(edges, set(graph_testing.copied_bytes(graph, names)))
+            operations = graph.get_operations()
+            self.assertEqual(as_tables, "UnsortedSegmentSum" in {op.type for op in operations})
+            # All values go down with one op an edge.
+            self.assertLen([op for op in operations if "broadcast/" in op.name], len(tree.edges))
+
+    def test_a_sum_for_another_device_goes_nowhere_else(self):
+        def reduce() -> tf.Tensor:
+            [value] = values_on(3, (5,))
+            return tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, value, "/cpu:3")
+
+        copied = graph_testing.copied_bytes(traced(reduce), tu.device_names(4))
+        self.assertEqual({(0, 3), (1, 3), (2, 3)}, set(copied))
 
     def test_a_window_makes_leaves_wait_for_an_earlier_result(self):
-        packs = [
-            Pack(
-                "sum",
-                (FusedTensor((Slice(0, 3 * index, 3 * index + 3),)),),
-                "float32",
-                chain(3),
-                after=after,
-            )
-            for index, after in enumerate((None, None, 0))
-        ]
-        plan = Plan(("CPU:0", "CPU:1", "CPU:2"), 3, 1, (ValueSpec("float32", (9,)),), (*packs,))
-        values = values_on(3, (9,))
-        graph, (result,) = self.run_both_ways(plan, values)
-        self.assert_exact(result[0], tu.oracle(tu.SUM, values[0]), tf.float32)
+        def pack(index: int, after: int | None) -> Pack:
+            part = Slice(0, 3 * index, 3 * index + 3)
+            return Pack("sum", (FusedTensor((part,)),), "float32", chain(3), after=after)
+
+        packs = (pack(0, None), pack(1, None), pack(2, 0))
+        plan = Plan(("CPU:0", "CPU:1", "CPU:2"), 3, 1, (ValueSpec("float32", (9,)),), packs)
+        [value] = values_on(3, (9,))
+        run = tf.function(
+            lambda: interpreter.run(
+                plan, [value.values], tu.device_names(3), interpreter.Runtime()
+            ),
+            autograph=False,
+        )
+        [result] = run()
+        self.assert_exact(result[0], tu.oracle(tu.SUM, value.values), tf.float32)
         waiting = {
             (op.device, tuple(one.name for one in op.control_inputs))
-            for op in graph.get_operations()
+            for op in run.get_concrete_function().graph.get_operations()
             if op.control_inputs
         }
         # Only the leaf, device 2, and only its part of the last pack.
         self.assertEqual({(tu.device_name(2), ("tfcdo/pack0/broadcast/1to2",))}, waiting)
 
-    def test_parts_are_combined_in_the_order_of_the_devices(self):
-        # 0 and 2 send to 1, and 1 to 3.
-        tree = CopyTree((1, 3, 1, None))
-        scopes, names = [], []
-
-        def combine(parts, name):
-            scopes.append(tf.constant(0).device)
-            names.append(name)
-            return "(" + "+".join(parts) + ")"
-
-        total = copy_trees.reduce_up(tree, [[x] for x in "abcd"], tu.device_names(4), combine)
-        self.assertEqual(["((a+b+c)+d)"], total)
-        self.assertEqual([tu.device_name(1), tu.device_name(3)], scopes)
-        self.assertEqual(["reduce/0and2to1", "reduce/1to3"], names)
-
-
-class PackingTest(tf.test.TestCase):
-    def ops_of(self, num_packs: int, *values: Any) -> list[tf.Operation]:
-        """What a batch adds to a graph."""
-        machine = topology.preset("nvswitch", 3)
-        ops = tfcdo.AllReduceCrossDeviceOps("ring", num_packs, topology=machine)
-        return tu.traced_ops(lambda: ops.batch_reduce(tu.SUM, [(v, v) for v in values]))
-
-    def test_sizes_and_shapes_are_of_64_bits(self):
-        # TensorFlow 2.21 mixes up values of 32 bits where several threads run eager ops.
-        shapes = ((2, 3), (), (0, 4), (7,), (5, 1, 2))
-        operations = self.ops_of(2, *map(tu.per_replica, values_on(3, *shapes)))
-        sizes = [op.inputs[1] for op in operations if op.type in ("Reshape", "SplitV")]
-        self.assertLen({size.op.type for size in sizes}, 1)
-        self.assertEqual({tf.int64}, {size.dtype for size in sizes})
-
-    def test_a_value_that_is_sent_alone_is_not_copied(self):
-        operations = self.ops_of(1, tu.per_replica([tf.ones([20, 30])] * 3))
-        self.assertEqual({"AddN", "Identity", "Placeholder"}, {op.type for op in operations})
-
-
-class BatchTest(tf.test.TestCase):
     def test_given_trees_are_used_in_turn(self):
         first, second = CopyTree((1, None, 1, 2)), CopyTree((None, 3, 0, 0))
         ops = tfcdo.AllReduceCrossDeviceOps([first, second], num_packs=3)
@@ -160,9 +100,24 @@ class BatchTest(tf.test.TestCase):
         self.assertAllEqual([np.arange(6.0) * 10] * 4, ops.reduce(tu.SUM, value, value).values)
         told = ops.explain(((6,),), devices=[f"/cpu:{i}" for i in range(4)])
         self.assertEqual([first, second, first], [pack.tree for pack in told.packs])
-        three = tu.per_replica([1.0, 2.0, 3.0])
+        [three] = values_on(3, ())
         with self.assertRaisesRegex(ValueError, "must span the 3 devices"):
             ops.batch_reduce(tu.SUM, [(three, three)])
+
+    def test_packing(self):
+        """One value is not copied; TensorFlow 2.21 mixes up sizes of 32 bits in eager threads."""
+        machine = topology.preset("nvswitch", 3)
+
+        def ops_of(num_packs: int, *shapes: tuple[int, ...]) -> list[tf.Operation]:
+            values = values_on(3, *shapes)
+            ops = tfcdo.AllReduceCrossDeviceOps("ring", num_packs, topology=machine)
+            return tu.traced_ops(lambda: ops.batch_reduce(tu.SUM, [(v, v) for v in values]))
+
+        types = {op.type for op in ops_of(1, (20, 30))}
+        self.assertEqual({"AddN", "Identity", "Placeholder"}, types)
+        packed = ops_of(2, (2, 3), (), (0, 4), (7,), (5, 1, 2))
+        sizes = {op.inputs[1].dtype for op in packed if op.type in ("Reshape", "SplitV")}
+        self.assertEqual({tf.int64}, sizes)
 
 
 class SharedValueTest(tf.test.TestCase, parameterized.TestCase):
@@ -185,11 +140,10 @@ class SharedValueTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual([[count, 2 * count], [count, 2 * count], [1, 2]], result)
         self.assertCountEqual(devices, seen)
 
-    @parameterized.parameters(tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice)
-    def test_counts_once_outside_a_strategy(self, make):
-        shared, ops = tf.constant([1.0, 2.0]), make()
+    def test_counts_once_outside_a_strategy(self):
+        shared, ops = tf.constant([1.0, 2.0]), tfcdo.HierarchicalCopyAllReduce()
         self.assertAllEqual([1.0, 2.0], ops.reduce(tu.SUM, shared, "/cpu:0"))
-        (result,) = tu.call(tu.EAGER, lambda: ops.reduce(tu.SUM, shared, tu.per_replica([0] * 3)))
+        result = ops.reduce(tu.SUM, shared, tu.per_replica([0] * 3))
         self.assertAllEqual([[1.0, 2.0]] * 3, result.values)
         with tf.distribute.MirroredStrategy(tu.device_names(3)).scope():
             self.assertAllEqual([3.0, 6.0], ops.reduce(tu.SUM, shared, "/cpu:0"))

@@ -6,14 +6,12 @@ tests require NCCL, so that they cannot pass by copy trees.
 
 from __future__ import annotations
 
-import collections
 import contextlib
 import dataclasses
 import gc
 import time
 import weakref
 from collections.abc import Callable, Sequence
-from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -61,76 +59,16 @@ def one(*tensors: tf.Tensor, ops: Any = None) -> list[tf.Tensor]:
     return list(all_reduce(ops or nccl(), tensors)[0])
 
 
-def ranks(scale: float = 1.0, count: int = K) -> list[tf.Tensor]:
-    """One tensor per device: `scale` times 1, 2, 3... Their sum is 10 times the scale, for 4."""
-    return [tf.constant([scale * (rank + 1)]) for rank in range(count)]
+def ranks(scale: float = 1.0) -> list[tf.Tensor]:
+    """One tensor per device: `scale` times 1, 2, 3, 4. Their sum is 10 times the scale."""
+    return [tf.constant([scale * (rank + 1)]) for rank in range(K)]
 
 
 def function(body: Callable[..., Any], **kwargs: Any) -> Any:
     return tf.function(body, autograph=False, **kwargs)
 
 
-def packs_of(graph: Any) -> dict[bytes, list[Any]]:
-    """The NCCL ops of a graph and of all functions it calls, by their shared name."""
-    definition = graph.as_graph_def()
-    nodes = [*definition.node, *(n for f in definition.library.function for n in f.node_def)]
-    packs = collections.defaultdict(list)
-    for node in nodes:
-        if node.op == "NcclAllReduce":
-            packs[node.attr["shared_name"].s].append(node)
-    return packs
-
-
-class GraphTest(tf.test.TestCase, parameterized.TestCase):
-    """Tests of what can only be seen in the graph."""
-
-    def check_packs(self, packs: dict[bytes, list[Any]], count: int) -> None:
-        for nodes in packs.values():
-            self.assertCountEqual(tu.device_names(count), [node.device for node in nodes])
-            kinds = {
-                (node.attr["reduction"].s, node.attr["num_devices"].i, node.attr["T"].type)
-                for node in nodes
-            }
-            self.assertLen(kinds, 1)
-            self.assertEqual((b"sum", count), kinds.pop()[:2])
-
-    # A pack is one tensor however large; along copy trees, the last two would be sent alone.
-    @parameterized.parameters(
-        (8, 3, (5, 14), 3), (3, 0, (1, 5, 2, 9), 4), (2, 1, (20_000, 30_000), 1)
-    )
-    def test_one_op_per_device_and_pack(self, count, num_packs, sizes, expected):
-        values = [[tf.ones([size])] * count for size in sizes]
-        step = function(lambda: all_reduce(nccl(num_packs), *values))
-        packs = packs_of(step.get_concrete_function().graph)
-        self.assertLen(packs, expected)
-        self.check_packs(packs, count)
-
-    def test_no_name_is_used_twice(self):
-        """By instances and threads, retraces and repeated calls, and gradients of gradients."""
-        ops = [nccl(2), tfcdo.AllReduceCrossDeviceOps("nccl", 2, require_nccl=True)]
-
-        def trace(number: int) -> list[bytes]:
-            step = function(lambda own: all_reduce(ops[number % 2], own, own))
-            graphs = [step.get_concrete_function([tf.ones([s])] * 3).graph for s in (4, 6)]
-            return [name for graph in graphs for name in packs_of(graph)]
-
-        with futures.ThreadPoolExecutor(6) as pool:
-            names = [name for found in pool.map(trace, range(6)) for name in found]
-        step = function(lambda own: self.second_gradient(own))
-        packs = packs_of(step.get_concrete_function(ranks()).graph)
-        self.check_packs(packs, K)
-        self.assertGreaterEqual(len(packs), 3)
-        self.assertLen({*names, *packs}, 6 * 2 * 2 + len(packs))
-
-    def second_gradient(self, own: Any) -> Any:
-        with tf.GradientTape() as outer:
-            outer.watch(own)
-            with tf.GradientTape() as inner:
-                inner.watch(own)
-                loss = tf.add_n([y**2 for y in one(*own)])
-            total = tf.add_n(inner.gradient(loss, own))
-        return outer.gradient(total, own)
-
+class GraphTest(tf.test.TestCase):
     def test_sums_stay_on_their_devices(self):
         # What TensorFlow runs in the end, seen where it has taken the graph apart by device.
         with tf.Graph().as_default(), tf.compat.v1.Session() as session:
@@ -232,13 +170,11 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         outer = function(lambda: one(*[double(x) for x in own]))
         self.assertAllEqual([[20.0]] * K, outer())
 
-    @parameterized.parameters(EAGER, FUNCTION)
-    def test_six_threads(self, mode):
+    def test_six_threads(self):
         shared = function(one)
 
         def work(thread: int) -> None:
-            step = one if mode == EAGER else function(one)
-            for turn in range(4):
+            for turn, step in enumerate((one, function(one)) * 2):
                 own = [
                     tf.fill([5], float(thread * 1000 + turn + rank)) for rank in range(2 + thread)
                 ]
@@ -251,25 +187,18 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class StrategyTest(tf.test.TestCase):
-    def setUp(self) -> None:
-        super().setUp()
-        self.strategy = tf.distribute.MirroredStrategy(tu.device_names(3), nccl(2))
-
-    def values(self, *numbers: float) -> Any:
-        return self.strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(float(numbers[context.replica_id_in_sync_group]))
-        )
-
     def test_an_error_in_one_replica(self):
+        strategy = tf.distribute.MirroredStrategy(tu.device_names(3), nccl(2))
+
         def replica(x: tf.Tensor) -> tf.Tensor:
             checked = tf.debugging.check_numerics(x, "this replica fails")
             return tf.distribute.get_replica_context().all_reduce("SUM", checked)
 
-        step = tf.function(lambda x: self.strategy.run(replica, [x]))
-        good = self.values(1, 2, 4)
+        step = tf.function(lambda x: strategy.run(replica, [x]))
+        good = tu.per_replica([1.0, 2.0, 4.0])
         for rank in range(3):
             self.assertAllEqual([7.0] * 3, step(good).values)
-            bad = self.values(*[np.nan if i == rank else 1 for i in range(3)])
+            bad = tu.per_replica([np.nan if i == rank else 1.0 for i in range(3)])
             with (
                 # The others must not wait for their time to be up.
                 nccl_on_cpu.patience(600),
@@ -277,18 +206,6 @@ class StrategyTest(tf.test.TestCase):
             ):
                 step(bad)
         self.assertAllEqual([7.0] * 3, step(good).values)
-
-    def test_an_exception_in_one_replica_function(self):
-        def replica(x: tf.Tensor, fails: bool) -> tf.Tensor:
-            context = tf.distribute.get_replica_context()
-            if fails and tf.get_static_value(context.replica_id_in_sync_group) == 1:
-                raise KeyError("mine")
-            return context.all_reduce("SUM", 2 * x)
-
-        step = function(lambda x, fails: self.strategy.run(replica, [x, fails]))
-        with self.assertRaisesRegex(KeyError, "mine"):
-            step(self.values(1, 2, 4), True)
-        self.assertAllEqual([14.0] * 3, step(self.values(1, 2, 4), False).values)
 
 
 class GradientTest(tf.test.TestCase, parameterized.TestCase):
@@ -308,21 +225,6 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
         expected = scale * (squares * np.sum(squares) + total * 6 * self.X)
         self.assertAllClose(expected[:, None], second, rtol=1e-12)
 
-    def test_graphs_end_with_their_functions(self):
-        def gradients() -> Any:
-            own = ranks()
-            with tf.GradientTape() as tape:
-                tape.watch(own)
-                losses = one(*own)
-            return tape.gradient(losses, own)
-
-        traced = function(gradients)
-        self.assertAllEqual(np.full([K, 1], float(K)), traced())
-        graph = weakref.ref(traced.get_concrete_function().graph)
-        del traced
-        gc.collect()
-        self.assertIsNone(graph())
-
     @parameterized.parameters((False, True), (True, False))
     def test_tape(self, by_function, traced):
         reduce = function(one) if by_function else one
@@ -337,9 +239,15 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
                 total = tf.add_n(first)
             return first, outer.gradient(total, own)
 
-        step = function(body) if traced else body
+        step: Any = function(body) if traced else body
         for _ in range(3):
-            self.check(*step([tf.constant([x], tf.float64) for x in self.X]))
+            own = [tf.constant([x], tf.float64) for x in self.X]
+            self.check(*step(own))
+        if traced:  # The graph ends with its function.
+            graph = weakref.ref(step.get_concrete_function(own).graph)
+            del step
+            gc.collect()
+            self.assertIsNone(graph())
 
     def test_tf_gradients(self):
         """In a function, and in a session; one alone, too, of whose pack nobody asks the others."""
@@ -413,17 +321,14 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllLessEqual(np.abs(tu.exact(result.value) - tu.oracle(op, arrays)) - bound, 0)
         self.assertNotAllEqual(tu.oracle(op, arrays), tu.exact(result.value))
 
-    def test_all_devices_have_one_scale_and_nothing_overflows(self):
+    def test_sums_have_16_bits_and_one_scale_and_nothing_overflows(self):
         values = [np.array([rank * 6e4, np.nan, -6e4, np.inf], np.float32) for rank in range(4)]
-        (result,) = tu.all_reduce(self.make(), SUM, [tu.per_replica(values)], FUNCTION)
+        step = function(lambda: all_reduce(self.make(), values)[0])
         expected = [36e4, np.nan, -24e4, np.inf]
-        np.testing.assert_allclose(result.value, expected, rtol=4 * ROUNDOFF)
-
-    def test_only_16_bits_are_all_reduced(self):
-        value, ops = tu.per_replica([tf.ones([64])] * 3), self.make()
+        np.testing.assert_allclose(step()[0], expected, rtol=4 * ROUNDOFF)
         kinds = {
             (op.get_attr("reduction"), op.get_attr("T"))
-            for op in tu.traced_ops(lambda: ops.batch_reduce(SUM, [(value, value)]))
+            for op in step.get_concrete_function().graph.get_operations()
             if op.type == "NcclAllReduce"
         }
         self.assertEqual({(b"sum", tf.float16), (b"max", tf.float32)}, kinds)
@@ -440,14 +345,6 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         total = np.sum([reduce().numpy()[0] for _ in range(20)], dtype=np.float64)
         self.assertLess(abs(total - 20 * (1 + tiny)), 2.0**-9)
 
-    def test_bfloat16_is_what_the_op_does_not_take(self):
-        value = tu.per_replica([[1.0, 2.0]] * 2)
-        ops = tfcdo.NcclAllReduce(require_nccl=True, wire_dtype="bfloat16")
-        with self.assertRaisesRegex(RuntimeError, "NcclAllReduce does not take bfloat16"):
-            ops.batch_reduce(SUM, [(value, value)])
-        [result] = tfcdo.NcclAllReduce(wire_dtype="bfloat16").batch_reduce(SUM, [(value, value)])
-        self.assertAllEqual([2.0, 4.0], result.values[1])
-
 
 class AutoTest(tf.test.TestCase):
     def setUp(self) -> None:
@@ -455,16 +352,13 @@ class AutoTest(tf.test.TestCase):
         self.folder = measurement_testing.measure_briefly(self)
         decide.decide.cache_clear()  # What was planned before is not logged again.
 
-    def check(
-        self, ops: Any, sizes: Sequence[int], takes: bool, said: str, reason: str = "."
-    ) -> None:
-        """Asserts whether NCCL takes values of so many floats, and what is logged, once."""
+    def check(self, ops: Any, sizes: Sequence[int], takes: bool, said: str) -> None:
+        """Asserts whether NCCL takes values of so many floats, in one pack, and what is logged."""
         log.info_once.cache_clear()
         with self.assertLogs("absl", "INFO") as logs:
             told = ops.explain([(size,) for size in sizes], devices=tu.device_names(K))
             log.info_once("end")
-        self.assertEqual(takes, told.algorithm == "NCCL")
-        self.assertRegex(told.reason, reason)
+        self.assertEqual(takes, [pack.tree for pack in told.packs] == [None])
         logged = " ".join(record.getMessage() for record in logs.records)
         self.assertRegex(logged, said)
         if "has no measurement" in logged:
@@ -489,7 +383,7 @@ class AutoTest(tf.test.TestCase):
             measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
         found = measurement.read(self.folder / "mine.json")
         self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
-        self.assertTrue(all(1e-7 < seconds < 10 for _, seconds in found.nccl))
+        self.assertTrue(all(seconds > 0 for _, seconds in found.nccl))
 
     def test_a_measurement_that_is_passed_decides_by_size(self):
         name = detection.name_of_measured(tu.device_names(K))
@@ -499,9 +393,11 @@ class AutoTest(tf.test.TestCase):
         file = self.folder / "mine.json"
         measurement.save(found, file)
         large = (125_000, 125_000)
-        self.check(tfcdo.AutoAllReduce(), large, True, ".")  # Nobody asked for the measurement.
+        # Nobody asked for the measurement.
+        self.check(tfcdo.AutoAllReduce(), large, True, "auto takes NCCL .* has no measurement")
         ops, date = tfcdo.AutoAllReduce(topology=file), "as measured on 2026-01-02"
-        self.check(ops, (250,), True, f"auto takes NCCL for about .*{date}, NCCL takes", date)
+        self.check(ops, (250,), True, f"auto takes NCCL for about .*{date}, NCCL takes")
+        self.assertIn(date, ops.explain([(250,)], devices=tu.device_names(K)).reason)
         # What counts is the whole batch.
         self.check(ops, large, False, "auto takes copy trees for about .* NCCL takes .* copy trees")
 

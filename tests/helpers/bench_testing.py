@@ -1,51 +1,31 @@
-"""Shared by tests of the bench: its devices, small workloads, and ops that are wrong on purpose.
+"""Shared by tests of the bench: its devices, measurements, and ops that are wrong on purpose.
 
 A test file imports `setUpModule` and `tearDownModule` by these names, for unittest to find them.
 """
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Iterable, Sequence
-from typing import Any
-
 import tensorflow as tf
 import testing_utils as tu
 
 from tfcdo import virtual_devices
-from tfcdo.bench import measure, results, workloads
+from tfcdo.bench import results
 
 virtual_devices.configure_virtual_cpus(8)
 
-SMALL = workloads.Workload("small", ((3, 2), (5,), ()))
 NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
 TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 
-_environment = contextlib.ExitStack()
+# Another test file of this process may have loaded NCCL's kernel for CPUs.
+_kernels = tu.kernels_for("GPU")
 
 
 def setUpModule() -> None:
-    # Another test file of this process may have loaded NCCL's kernel for CPUs.
-    _environment.enter_context(tu.kernels_for("GPU"))
+    _kernels.start()
 
 
 def tearDownModule() -> None:
-    _environment.close()
-
-
-def silently(sequence: Iterable[Any], *, description: str) -> Iterable[Any]:
-    """Yields the items of a sequence and shows nothing."""
-    del description
-    return sequence
-
-
-def implementation_of(name: str) -> measure.Implementation:
-    (found,) = measure.parse(name)
-    return found
-
-
-def names_of(found: Sequence[measure.Implementation]) -> list[str]:
-    return [implementation.name for implementation in found]
+    _kernels.stop()
 
 
 def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> results.Measurement:

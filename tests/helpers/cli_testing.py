@@ -65,12 +65,10 @@ class CommandTestCase(parameterized.TestCase):
 
     def setUp(self) -> None:
         super().setUp()
-        stack = contextlib.ExitStack()
-        self.addCleanup(stack.close)
-        self.folder = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        self.cache = pathlib.Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        stack.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.cache)))
-        stack.enter_context(mock.patch.object(packed_trees, "_TASKS", 5_000))
+        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        cache = self.enter_context(tempfile.TemporaryDirectory())
+        self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=cache))
+        self.enter_context(mock.patch.object(packed_trees, "_TASKS", 5_000))
 
     def output_of(self, *arguments: str, stdin: str | None = None) -> str:
         """Returns what a command prints that does what it was asked for."""

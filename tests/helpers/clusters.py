@@ -8,7 +8,6 @@ replica of the host has, in the first axis.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import importlib
 import os
 import pathlib
@@ -18,7 +17,8 @@ import sys
 import tempfile
 import time
 from collections.abc import Iterator, Sequence
-from typing import Any
+from concurrent import futures
+from typing import Any, NamedTuple
 from unittest import mock
 
 import numpy as np
@@ -28,11 +28,10 @@ import warm_python
 import tfcdo
 from tfcdo import strategies, tf_internals
 from tfcdo.cluster import protocol, session
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import reserved_ports, tf_config
 
 
-@dataclasses.dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """End of a host's process."""
 
     returncode: int | None
@@ -41,25 +40,21 @@ class Outcome:
 
 def run(num_hosts: int, file: str, arguments: Sequence[str], timeout: float) -> list[Outcome]:
     """Runs `main` of a file, or "scenarios", once per host, until all end or the time is over."""
-    with (
-        tempfile.TemporaryDirectory() as folder,
-        cluster.reserved_ports(num_hosts) as addresses,
-        contextlib.ExitStack() as ending,
-    ):
-        logs = [pathlib.Path(folder, f"{host}.log") for host in range(num_hosts)]
-        configs = [cluster.tf_config(addresses, host) for host in range(num_hosts)]
-        processes = [
-            ending.enter_context(_started([file, *arguments], config, log))
-            for config, log in zip(configs, logs, strict=True)
-        ]
-        deadline = time.monotonic() + timeout
-        for process in processes:
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline - time.monotonic()))
-        return [
-            Outcome(process.poll(), log.read_text(errors="replace"))
-            for process, log in zip(processes, logs, strict=True)
-        ]
+    command = [warm_python.executable(), __file__, file, *arguments]
+    output: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT}
+
+    def run_host(config: str) -> Outcome:
+        environment = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
+        try:
+            ran = subprocess.run(command, env=environment, timeout=timeout, **output)
+        except subprocess.TimeoutExpired as error:
+            return Outcome(None, (error.output or b"").decode(errors="replace"))
+        return Outcome(ran.returncode, ran.stdout.decode(errors="replace"))
+
+    with reserved_ports(num_hosts) as addresses:
+        configs = [tf_config(addresses, host) for host in range(num_hosts)]
+        with futures.ThreadPoolExecutor(num_hosts) as pool:
+            return list(pool.map(run_host, configs))
 
 
 def run_scenarios(
@@ -77,26 +72,6 @@ def run_scenarios(
             for name in names
         }
     return results, outcomes
-
-
-@contextlib.contextmanager
-def _started(
-    arguments: Sequence[str], config: str, log: pathlib.Path
-) -> Iterator[subprocess.Popen[bytes]]:
-    """While this lasts, a host runs, whose output goes to a file."""
-    environment = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
-    with log.open("wb") as output:
-        process = subprocess.Popen(
-            [warm_python.executable(), __file__, *arguments],
-            env=environment,
-            stdout=output,
-            stderr=output,
-        )
-    try:
-        yield process
-    finally:
-        process.kill()
-        process.wait()
 
 
 def _run_host(file: str, devices: str, folder: str, *names: str) -> None:

@@ -32,7 +32,6 @@ class Case:
 
     Attributes:
       exchange: the exchange.
-      other: one of the same class with another argument; of another class if there is none.
       relative: the largest error of a sum, relative to the sum over hosts of the largest magnitudes
         of the pack.
       keeps: the names of the state that holds, in the shape of the values, all that is not sent.
@@ -41,7 +40,6 @@ class Case:
     """
 
     exchange: Exchange
-    other: Exchange
     relative: float
     keeps: tuple[str, ...] = ()
     devices: int = 2
@@ -49,15 +47,13 @@ class Case:
 
 
 CASES = {
-    "Sum": Case(Sum(), Cast("float16"), 2.0**-22),
-    "Cast": Case(Cast("bfloat16", True), Cast("bfloat16"), 2.01 * 2.0**-8, devices=1),
-    "Blocks": Case(Blocks(error_feedback=True), Blocks(error_feedback=True, block=64), 2.01 / 254),
-    "PowerSGD": Case(PowerSGD(2), PowerSGD(3), 1.5, ("error",)),
-    "PowerSGD late": Case(
-        PowerSGD(2, start_step=2), PowerSGD(2, start_step=3), 2.0**-22, devices=1, is_late=True
-    ),
-    "TopK": Case(TopK(0.01), TopK(0.02), 1.0, ("error",), devices=1),
-    "Gathered": Case(Gathered(), Gathered("float16"), 2.0**-8 + 2.0**-22, ("error",)),
+    "Sum": Case(Sum(), 2.0**-22),
+    "Cast": Case(Cast("bfloat16", True), 2.01 * 2.0**-8, devices=1),
+    "Blocks": Case(Blocks(error_feedback=True), 2.01 / 254),
+    "PowerSGD": Case(PowerSGD(2), 1.5, ("error",)),
+    "PowerSGD late": Case(PowerSGD(2, start_step=2), 2.0**-22, devices=1, is_late=True),
+    "TopK": Case(TopK(0.01), 1.0, ("error",), devices=1),
+    "Gathered": Case(Gathered(), 2.0**-8 + 2.0**-22, ("error",)),
 }
 # A matrix, a kernel, vectors, and a matrix that PowerSGD sends as it is.
 SHAPES = ((64, 48), (48,), (3, 3, 8, 24), (700,), (4, 5))

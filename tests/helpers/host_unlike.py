@@ -15,14 +15,15 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+import testing_utils as tu
 from clusters import disagreeing, other_strategy
+from testing_utils import MEAN, SUM
 
 import tfcdo
 from tfcdo.plan import decide, packing
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
 
-_SUM, _MEAN = tf.distribute.ReduceOp.SUM, tf.distribute.ReduceOp.MEAN
 # Flat and not, some of one shape, which are stacked; the sum of no two sizes is a third one's.
 _SHAPES = ((400,), (20, 30), (1000,), (), (20, 30), (7, 11), (1300,), (2, 2, 3), (7, 11))
 
@@ -60,7 +61,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
 
     def another_op(other: Any) -> None:
         value = _per_replica(other, lambda replica: tf.ones([3]))
-        other.extended.batch_reduce_to(_SUM if is_chief else _MEAN, [(value, value)])
+        other.extended.batch_reduce_to(SUM if is_chief else MEAN, [(value, value)])
 
     def size_known_on_one_host(other: Any) -> None:
         signature = [tf.TensorSpec([3] if is_chief else [None])]
@@ -68,7 +69,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
         @tf.function(input_signature=signature, autograph=False)
         def step(value: tf.Tensor) -> Any:
             def on_replica(own: tf.Tensor) -> tf.Tensor:
-                return tf.distribute.get_replica_context().all_reduce(_SUM, own)
+                return tf.distribute.get_replica_context().all_reduce(SUM, own)
 
             return other.run(on_replica, [value])
 
@@ -131,19 +132,14 @@ def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
     return strategy.experimental_distribute_values_from_function(on_its_device)
 
 
-def _numbers(shape: tuple[int, ...], replica: int, position: int) -> np.ndarray:
-    """Returns numbers whose sums over a few replicas are exact, in 16 bits too."""
-    draw = np.random.default_rng([replica, position])
-    return draw.integers(-9, 10, shape).astype(np.float32)
-
-
 def _check_sums(strategy: Any) -> None:
-    arrays = [
-        [_numbers(shape, replica, position) for replica in range(strategy.num_replicas_in_sync)]
+    count = strategy.num_replicas_in_sync
+    arrays = [  # Of numbers whose sums over a few replicas are exact, in 16 bits too.
+        [tu.numbers(shape, tf.float32, 99 * position + r, 9) for r in range(count)]
         for position, shape in enumerate(_SHAPES)
     ]
     values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]  # type: ignore[misc]
-    results = strategy.extended.batch_reduce_to(_SUM, [(value, value) for value in values])
+    results = strategy.extended.batch_reduce_to(SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         for part in strategy.experimental_local_results(result):
-            np.testing.assert_array_equal(part, np.sum(own, 0, np.float64))
+            np.testing.assert_array_equal(part, tu.oracle(SUM, own))

@@ -103,9 +103,7 @@ class _Case:
                 expected, slack = tu.oracle(reduce_op, own), 0.0
                 if name == "wide":
                     expected = tu.exact(tf.cast(expected, tf.bfloat16))
-                elif (
-                    reduce_op == MEAN and name != "scalar"
-                ):  # All sums of 8 values of up to 8 are exact.
+                elif reduce_op == MEAN and name != "scalar":  # Sums of values up to 8 are exact.
                     slack = 8 * tu.unit_roundoff(dtype)
                 self.same(expected, results[name], dtype, slack)
 
@@ -152,16 +150,12 @@ class _Case:
                     np.testing.assert_allclose(tu.exact(part.values), expected, rtol=slack)
 
     def gather(self, wrap: Any) -> None:
-        """Gathers along each axis; in one function, whose tracing takes longest."""
+        """Gathers along other axes, and nothing; in one function, whose tracing takes longest."""
         given = []
-        for axis in (0, 1, -1):
-
-            def make(replica: int, axis: int = axis) -> np.ndarray:
-                shape = [2, 2, 2]
-                shape[axis] = replica + 1
-                return np.full(shape, replica, np.float32)
-
-            given.append((axis, self.each(make)))
+        for axis in (1, -1):
+            shapes = np.full([self.replicas, 3], 2)
+            shapes[:, axis] += range(self.replicas)
+            given.append((axis, [np.full(shape, r, np.float32) for r, shape in enumerate(shapes)]))
         # Nothing on any host: a collective of no elements would never end.
         for shape, axis in (((0, 2), 0), ((3, 0), 1), ((3, 0), 0)):
             given.append((axis, [np.zeros(shape, np.float32)] * self.replicas))
@@ -171,44 +165,41 @@ class _Case:
 
         results = wrap(gather)([self.distributed(own) for _, own in given])
         for gathered, (axis, own) in zip(results, given, strict=True):
-            assert gathered.dtype == tf.float32, gathered.dtype
-            np.testing.assert_array_equal(gathered.numpy(), np.concatenate(own, axis))
+            self.same(np.concatenate(own, axis), gathered, tf.float32)
 
     def gather_structure(self, wrap: Any) -> None:
         """Values of all dtypes and of several shapes in one go, where replicas meet and on each."""
+        # The first has rows everywhere, like a batch.
         shapes: list[Callable[[int], tuple[int, ...]]] = [
-            lambda replica: (2 * replica + 1,),  # The first has rows everywhere, like a batch.
+            lambda replica: (2 * replica + 1,),
             lambda replica: (replica, 2),
             lambda replica: (1, 2, 1),
         ]
         # All dtypes, and all shapes of one of them.
         kinds = [(shape, tf.float32) for shape in shapes]
         kinds += [(shapes[index % 3], dtype) for index, dtype in enumerate(COPIED)]
-        given = {
-            str(number): [tf.cast(tf.fill(shape(r), r), dtype) for r in range(self.replicas)]
-            for number, (shape, dtype) in enumerate(kinds)
-        }
-        value = {key: self.distributed(own) for key, own in given.items()}
+        given = [
+            [tf.cast(tf.fill(shape(r), r), dtype) for r in range(self.replicas)]
+            for shape, dtype in kinds
+        ]
+        values = [self.distributed(own) for own in given]
 
-        def on_each(value: Any) -> Any:
-            return _context().all_gather(value, axis=0)
+        def on_each(values: Any) -> Any:
+            return _context().all_gather(values, axis=0)
 
         for body in (
-            lambda value: self.strategy.gather(value, 0),
-            lambda value: self.strategy.run(on_each, (value,)),
+            lambda values: self.strategy.gather(values, 0),
+            lambda values: self.strategy.run(on_each, (values,)),
         ):
             step = wrap(body)
-            gathered = step(value)
+            gathered = step(values)
             if isinstance(step, tf.types.experimental.PolymorphicFunction):
                 # All values of a dtype in one collective, after one for how many rows there are.
-                nodes = step.get_concrete_function(value).graph.as_graph_def().node
+                nodes = step.get_concrete_function(values).graph.as_graph_def().node
                 collectives = [node.name for node in nodes if "Collective" in node.op]
                 assert len(collectives) <= 1 + len(COPIED), collectives
-            for key, own in given.items():
-                wanted = np.concatenate([one.numpy() for one in own])
-                for result in self.strategy.experimental_local_results(gathered[key]):
-                    assert result.dtype == own[0].dtype
-                    np.testing.assert_array_equal(result.numpy(), wanted)
+            for own, result in zip(given, gathered, strict=True):
+                self.same(tu.exact(np.concatenate(own)), result, own[0].dtype)
 
     def refused(self, wrap: Any) -> None:
         """Texts, which no collective takes, are refused before any has begun.
@@ -236,29 +227,22 @@ class _Case:
         def reduce(counted: Any, rows: Any, own: Any) -> Any:
             reduce = self.strategy.reduce
             structure = reduce("SUM", {"loss": rows, "count": counted}, axis=0)
-            return {
-                "sum": reduce("SUM", counted, axis=None),
-                "mean": reduce("MEAN", counted, axis=None),
-                "scalar along an axis": reduce("MEAN", counted, axis=0),
-                "rows": reduce("MEAN", rows, axis=0),
-                "of a structure": structure["loss"],
-                "count": structure["count"],
-                "of hosts": reduce("SUM", own, axis=None),
-            }
+            return [
+                reduce("SUM", counted, axis=None),
+                *(reduce("MEAN", counted, axis=axis) for axis in (None, 0)),
+                reduce("MEAN", rows, axis=0),
+                structure["loss"],
+                structure["count"],
+                reduce("SUM", own, axis=None),
+            ]
 
-        expected = {
-            "sum": total,
-            "mean": total / self.replicas,
-            "scalar along an axis": total / self.replicas,
-            "rows": [of_rows / total] * 2,
-            "of a structure": [of_rows] * 2,
-            "count": total,
-            # A value of the host's own, as of early stopping, counts once a host.
-            "of hosts": sum(range(1, self.hosts + 1)),
-        }
+        mean = total / self.replicas
+        # A value of the host's own, as of early stopping, counts once a host.
+        of_hosts = sum(range(1, self.hosts + 1))
+        expected = [total, mean, mean, [of_rows / total] * 2, [of_rows] * 2, total, of_hosts]
         results = wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
-        for name, wanted in expected.items():
-            np.testing.assert_allclose(results[name].numpy(), wanted, rtol=1e-6, err_msg=name)
+        for result, wanted in zip(results, expected, strict=True):
+            np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6)
         with self.strategy.scope():  # The chief sends its first value.
             empty = tf.Variable(np.zeros([0, 2], np.float32))
         self.same(np.zeros([0, 2]), empty, tf.float32)

@@ -11,7 +11,7 @@ import sys
 import tempfile
 import textwrap
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 from unittest import mock
 
@@ -32,6 +32,8 @@ def mark(name): pathlib.Path(name).write_text(str(os.getpid()))
 
 
 class LaunchTestCase(parameterized.TestCase):
+    specs: Sequence[supervisor.WorkerSpec]  # Of the workers that would be started.
+
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
@@ -44,17 +46,16 @@ class LaunchTestCase(parameterized.TestCase):
         """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
         self.script.write_text(PREAMBLE + textwrap.dedent(script))
         program = f"{before}; from tfcdo.cli import main; main.main()"
+        variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with changed_variables(**variables):
-            environment = {**os.environ, "PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
-        process = subprocess.Popen(
-            [sys.executable, "-c", program, "launch", *arguments],
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            stdin=subprocess.DEVNULL,
-            text=True,
-            cwd=self.folder,
-            env=environment,
-        )
+            process = subprocess.Popen(
+                [sys.executable, "-c", program, "launch", *arguments],
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                stdin=subprocess.DEVNULL,
+                text=True,
+                cwd=self.folder,
+            )
         self.addCleanup(process.kill)
         return process
 
@@ -76,30 +77,21 @@ class LaunchTestCase(parameterized.TestCase):
         self, *arguments: str, **own: str | None
     ) -> tuple[dict[str, Mapping[str, str]], str]:
         """Returns the variables of each worker that would be started, and what is said."""
-        found: dict[str, Mapping[str, str]] = {}
 
         def run(job: supervisor.Job) -> int:
-            with job.workers() as specs:
-                found.update((spec.name, spec.environment) for spec in specs)
-            return 0
+            with job.workers() as self.specs:
+                return 0
 
         with changed_variables(**own), mock.patch.object(supervisor, "run", run):
             status, _, errors = self.run_here(*arguments, "train.py")
         self.assertEqual(status, 0, errors)
-        return found, errors
-
-    def assert_refused(self, named: str, *arguments: str) -> None:
-        """Asserts that wrong arguments get one line and status 2, in this process."""
-        status, printed, errors = self.run_here(*arguments)
-        self.assertEqual((status, printed), (2, ""), errors)
-        (line,) = errors.splitlines()
-        self.assertStartsWith(line, "tfcdo: ")
-        self.assertIn(named, line)
+        return {spec.name: spec.environment for spec in self.specs}, errors
 
     def read_pid(self, name: str) -> int:
         """Returns the process that has marked itself, as soon as it has."""
-        self.wait_until(lambda: (self.folder / name).exists() and self._text(name) != "")
-        return int(self._text(name))
+        path = self.folder / name
+        self.wait_until(lambda: path.exists() and path.read_text() != "")
+        return int(path.read_text())
 
     def wait_until(self, condition: Callable[[], bool]) -> None:
         deadline = time.monotonic() + SECONDS
@@ -119,9 +111,6 @@ class LaunchTestCase(parameterized.TestCase):
             if path != self.script and path.is_file() and path.read_text().strip().isdigit():
                 with contextlib.suppress(ProcessLookupError):
                     os.kill(int(path.read_text()), signal.SIGKILL)
-
-    def _text(self, name: str) -> str:
-        return (self.folder / name).read_text()
 
 
 @contextlib.contextmanager

@@ -2,19 +2,16 @@
 
 from __future__ import annotations
 
-import contextlib
 import pathlib
 import tempfile
-import unittest
 from unittest import mock
+
+from absl.testing import absltest
 
 from tfcdo.topology import measurement
 
 
-def measure_briefly(test: unittest.TestCase) -> pathlib.Path:
-    """Makes a test's measurements short: what they find need not be right, but found it must be."""
-    stack = contextlib.ExitStack()
-    test.addCleanup(stack.close)
-    folder = stack.enter_context(tempfile.TemporaryDirectory())
-    stack.enter_context(mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14))
-    return pathlib.Path(folder)
+def measure_briefly(test: absltest.TestCase) -> pathlib.Path:
+    """Makes a test's measurements short, so not exact; returns a folder that ends with the test."""
+    test.enter_context(mock.patch.multiple(measurement, _COUNT=2**12, _BYTES=2**14))
+    return pathlib.Path(test.enter_context(tempfile.TemporaryDirectory()))

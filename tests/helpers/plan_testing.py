@@ -13,7 +13,7 @@ from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
 from tfcdo.plan import algorithms, packed_trees, simulator
-from tfcdo.plan.copy_tree import CopyTree
+from tfcdo.plan.copy_tree import CopyTree, rooted
 from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -57,27 +57,21 @@ def any_plans(draw) -> tuple[Plan, Topology]:
     packs: list[tuple[int, CopyTree, int | None]] = []
     for index in range(draw(st.integers(1, 5))):
         after = draw(st.none() | st.integers(0, index - 1)) if index else None
-        order = draw(st.permutations(range(devices)))
-        parents: list[int | None] = [None] * devices
-        for place, device in enumerate(order[1:], 1):
-            parents[device] = order[draw(st.integers(0, place - 1))]
+        edges = [(device, draw(st.integers(0, device - 1))) for device in range(1, devices)]
+        tree = rooted(edges, draw(st.integers(0, devices - 1)))
         size = draw(st.sampled_from([1, 1000, 500_000, 3_000_000]))
-        tree = CopyTree(tuple(parents)) if after is None else packs[after][1]
-        packs.append((size, tree, after))
+        packs.append((size, tree if after is None else packs[after][1], after))
     return plan_of_bytes(devices, packs), machine
 
 
 class PlanTestCase(parameterized.TestCase):
     """A test that remembers no plans, with short searches."""
 
-    # One test is about how good a search is; all others need not wait for it.
     tasks_per_search = 2_000
 
     def setUp(self) -> None:
         super().setUp()
-        patch = mock.patch.object(packed_trees, "_TASKS", self.tasks_per_search)
-        patch.start()
-        self.addCleanup(patch.stop)
+        self.enter_context(mock.patch.object(packed_trees, "_TASKS", self.tasks_per_search))
         for remembers in (algorithms._make_plan, algorithms._decide, packed_trees._search):
             remembers.cache_clear()
             self.addCleanup(remembers.cache_clear)

@@ -1,4 +1,4 @@
-"""Asks topologies what tests of several rooms want to know."""
+"""Asks topologies what several tests want to know."""
 
 from __future__ import annotations
 
@@ -6,7 +6,6 @@ from tfcdo.topology.topology import Topology
 
 
 def gigabytes(topology: Topology, source: int, target: int) -> float:
-    """Returns the bandwidth of a link in GB/s."""
     return topology.bandwidth(source, target) / 1e9
 
 

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import dataclasses
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tensorflow as tf
@@ -11,19 +10,11 @@ import tensorflow as tf
 from tfcdo.exchange import dtypes, rounding
 
 
-@dataclasses.dataclass(frozen=True)
-class _Format:
-    """A dtype of floats.
-
-    Attributes:
-      roundoff: the largest relative error of rounding to it, u.
-      exponent: the exponent of its largest power of two.
-      lost: the largest absolute error of rounding a number too small to be a normal one.
-        TensorFlow's CPU kernels may set such numbers of bfloat16 to 0.
-    """
-
-    roundoff: float
-    exponent: int
+class _Format(NamedTuple):
+    roundoff: float  # The largest relative error of rounding to it, u.
+    exponent: int  # The exponent of its largest power of two.
+    # The largest absolute error of rounding a number too small to be a normal one. TensorFlow's CPU
+    # kernels may set such numbers of bfloat16 to 0.
     lost: float
 
 

@@ -111,6 +111,7 @@ class DrawsTest(TrainingTestCase):
 
             def call(self, inputs: Any, training: bool = False) -> Any:
                 shape, seed = keras.ops.shape(inputs), self.seed
+                steps = keras.ops.reshape(inputs, [-1, _WIDTH])
                 drawn = (
                     keras.random.uniform(shape, -1.0, 2.0, seed=seed),
                     keras.random.normal(shape, 1.0, 2.0, seed=seed),
@@ -122,6 +123,7 @@ class DrawsTest(TrainingTestCase):
                     # A number of each example, and some that belong to none.
                     keras.random.uniform((shape[0], 1, 1), seed=seed),
                     keras.random.normal([_WIDTH], seed=seed),
+                    keras.ops.reshape(keras.random.categorical(steps, _WIDTH, seed=seed), shape),
                 )
                 zeros = keras.ops.zeros_like(inputs)
                 return keras.ops.stack([zeros + keras.ops.cast(d, zeros.dtype) for d in drawn], 1)
@@ -130,7 +132,7 @@ class DrawsTest(TrainingTestCase):
             with strategy_of(count).scope():
                 model = keras.Sequential([kl.Input([_STEPS, _WIDTH]), Draws()])
                 model.compile("sgd", "mse")
-            return model.predict(data(11)[0], 6, verbose=0)
+            return model.predict(data(7)[0], 6, verbose=0)
 
         expected = predicted(1)
         self.assertGreater(np.std(expected, (0, 2, 3)).min(), 0.1)

@@ -126,6 +126,22 @@ def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
     return {"dropped": np.concatenate([dropped(inputs) for inputs in data])}
 
 
+def empty_host(strategy: Any) -> dict[str, np.ndarray]:
+    """Has batches of two examples, one for each replica of a host; the other host has none.
+
+    The layer divides its kernel by an estimate that each step improves, on all hosts alike.
+    """
+    with scope(strategy):
+        dense = keras.layers.SpectralNormalization(keras.layers.Dense(3))
+        layers = [keras.layers.Input((4,)), dense, keras.layers.Dense(2)]
+        model = model_of(lambda: layers, ko.SGD(0.05), run_eagerly=False)
+    model.fit(*dense_data(6), 2, shuffle=False, verbose=0)
+    return {
+        "estimate": model.non_trainable_weights[0].numpy(),
+        **weights(strategy, model.trainable_weights),
+    }
+
+
 def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
     """Gathers and reduces values whose sizes change, more often than keys come back."""
     host = strategy.cluster_resolver.task_id
@@ -184,6 +200,7 @@ _TRAININGS = {
     "jit": 2e-5,
     "callbacks": 1e-5,
     "uneven_loop": 0.0,
+    "empty_host": 2e-6,
 }
 
 

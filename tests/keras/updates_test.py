@@ -112,8 +112,7 @@ class UpdatesTest(TrainingTestCase):
         self.assert_same_training(with_callbacks(1), model)
         self.assertAllClose(0.2 / 4, model.optimizer.learning_rate)
 
-    @parameterized.parameters(False, True)
-    def test_an_optimizer_of_the_user(self, sharded):
+    def test_an_optimizer_of_the_user(self):
         class SignedMomentum(ko.Optimizer):
             def build(self, variables: Any) -> None:
                 super().build(variables)
@@ -131,8 +130,13 @@ class UpdatesTest(TrainingTestCase):
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
         expected = trained_eagerly(1, make)
         self.assert_moved(expected)
-        model = trained_eagerly(2, make, shard_optimizer_state=sharded)
-        self.assert_same_training(expected, model)
+        for sharded in (False, True):
+            model = trained_eagerly(2, make, shard_optimizer_state=sharded)
+            self.assert_same_training(expected, model)
+        accumulating = functools.partial(make, gradient_accumulation_steps=2)
+        self.assert_same_training(*(trained_eagerly(count, accumulating) for count in (1, 2)))
+        with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
+            trained_eagerly(2, accumulating, shard_optimizer_state=True)
 
 
 class OwnLoopTest(TrainingTestCase):
@@ -318,6 +322,33 @@ class UnlikeKindsTest(TrainingTestCase):
             strategy.run(lambda: optimizer.apply([None, tf.ones([1])], own))
         self.assertAllEqual([1.0], own[0])
         self.assertNotAllEqual([1.0], own[1])
+
+
+class SparseInputsTest(TrainingTestCase):
+    """A lookup of sparse ids adds the gradients of equal ids, which Adam then squares."""
+
+    @parameterized.parameters(
+        ("float32", False, None), ("float32", True, 0.01), ("int32", False, 0.01)
+    )
+    def test_as_on_one_device(self, dtype, sharded, clipnorm):
+        words = np.random.default_rng(0).integers(0, 3, [19, 5]).astype(dtype)
+        # The last batch has one example, so some replicas have none.
+        data = tf.data.Dataset.from_tensor_slices((words, np.sin(np.arange(19.0)))).batch(6)
+        data = data.map(lambda x, y: (tf.sparse.from_dense(x), y))
+
+        def layers() -> list[Any]:
+            layer = keras.layers.Dense(2) if dtype == "float32" else keras.layers.Embedding(3, 2)
+            inputs = keras.layers.Input([5], dtype=dtype, sparse=True)
+            return [inputs, layer, keras.layers.Flatten(), keras.layers.Dense(1)]
+
+        def trained(count: int) -> keras.Model:
+            with strategy_of(count, shard_optimizer_state=sharded).scope():
+                adam = ko.Adam(0.1, global_clipnorm=clipnorm)
+                model = model_of(layers, adam, run_eagerly=False)
+            model.fit(data, verbose=0)
+            return model
+
+        self.assert_same_training(trained(1), trained(3), 1e-5)
 
 
 class LossScaleTest(TrainingTestCase):

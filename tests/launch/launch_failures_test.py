@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import io
 import os
-import re
 import signal
 import subprocess
 from unittest import mock
@@ -36,36 +35,35 @@ class FailureTest(LaunchTestCase):
             """,
         )
         self.assertEqual(result.returncode, 3)
-        self.assertEqual(
-            result.stderr,
-            "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n",
-        )
-        self.assertCountEqual(
-            result.stdout.splitlines(), ["worker 0 | failed True", "worker 2 | failed True"]
-        )
+        said = "worker 1 | last words\ntfcdo: worker 1 failed: exit status 3; ending the others\n"
+        self.assertEqual(result.stderr, said)
+        lines = ["worker 0 | failed True", "worker 2 | failed True"]
+        self.assertCountEqual(result.stdout.splitlines(), lines)
         self.assert_ended("worker0", "worker1", "worker2")
 
-    def test_a_killed_worker_and_one_that_does_not_listen(self):
+    def test_a_killed_worker_one_that_does_not_listen_and_a_restart(self):
         result = self.launch(
-            *("--workers", "2", "--grace", "0.2", "train.py"),
-            script="""
+            *("--workers", "2", "--grace", "0.2", "--max-restarts", "1", "train.py"),
+            script=f"""
+            count = os.environ["{worker.RESTART_COUNT}"]
+            print(json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
-            mark(f"worker{task}")
+            mark(f"worker{{task}}-{{count}}")
             if task == 1:
-                while not os.path.exists("worker0"): time.sleep(0.01)
+                while not os.path.exists(f"worker0-{{count}}"): time.sleep(0.01)
                 os.kill(os.getpid(), signal.SIGKILL)
             while True: time.sleep(0.1)
             """,
         )
         self.assertEqual(result.returncode, 128 + signal.SIGKILL)
-        self.assertEqual(
-            result.stderr.splitlines(),
-            [
-                "tfcdo: worker 1 failed: exit status 137 (SIGKILL); ending the others",
-                "tfcdo: killing worker 0",
-            ],
-        )
-        self.assert_ended("worker0", "worker1")
+        ends = [
+            "tfcdo: worker 1 failed: exit status 137 (SIGKILL); ending the others",
+            "tfcdo: killing worker 0",
+        ]
+        again = "tfcdo: starting all workers again (restart 1 of 1)"
+        self.assertEqual(result.stderr.splitlines(), [*ends, again, *ends])
+        self.assertLen({*result.stdout.splitlines()}, 4)  # The workers of each run have new ports.
+        self.assert_ended("worker0-0", "worker1-0", "worker0-1", "worker1-1")
 
     def test_the_first_that_ended_is_blamed_though_its_end_is_seen_last(self):
         # As of a large process: its memory, here its child, takes a while to be freed.
@@ -89,43 +87,25 @@ class FailureTest(LaunchTestCase):
         supervisor.Process._wait(process)
         process._events.put.assert_called_once_with(protocol.End(1, 3, 12.5))
 
-    def test_restarts_have_new_ports_and_count(self):
-        result = self.launch(
-            *("--workers", "2", "--max-restarts", "2", "train.py"),
-            script=f"""
-            count = int(os.environ["{worker.RESTART_COUNT}"])
-            print(count, json.loads(os.environ["TF_CONFIG"])["cluster"]["worker"])
-            if task == 1: sys.exit(5 if count < 2 else 0)
-            if count < 2: time.sleep(60)
-            """,
-        )
-        self.assertEqual(result.returncode, 0)
-        counts = re.findall(r"worker 1 \| (\d) (.*)", result.stdout)
-        self.assertEqual([count for count, _ in counts], ["0", "1", "2"])
-        self.assertLen({ports for _, ports in counts}, 3)
-        self.assertIn("starting all workers again (restart 2 of 2)", result.stderr)
-
     def test_workers_that_ask_for_it_are_started_again_but_not_without_end(self):
         result = self.launch(
             *("--workers", "2", "train.py"),
-            before="from tfcdo.launch import supervisor; supervisor._SHORTEST_RUN_SECONDS = 2.0",
+            before="from tfcdo.launch import supervisor; supervisor._SHORTEST_RUN_SECONDS = 0.5",
             script=f"""
             if os.environ["{worker.RESTART_COUNT}"] == "0":
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
                 mark(f"worker{{task}}")
                 while not os.path.exists(f"worker{{1 - task}}"): time.sleep(0.01)
-                time.sleep(2.0)
-                # Is not asked to end, but left to make its backup.
-                if task == 0: time.sleep(0.5)
+                # Worker 0 is not asked to end, but left to make its backup.
+                time.sleep(0.5 if task else 1.0)
             sys.exit({protocol.RESTART_STATUS})  # Earlier the second time: that is a failure.
             """,
         )
         self.assertEqual(result.returncode, protocol.RESTART_STATUS)
-        asks = "asks to be started again, after a backup; waiting for the others"
-        *lines, last = result.stderr.splitlines()
-        again = "tfcdo: starting all workers again, as asked after a backup"
-        self.assertEqual(lines, [f"tfcdo: worker 1 {asks}", again])
-        self.assertRegex(last, f"worker [01] {asks}")
+        asks = "asks to be started again, after a backup; waiting for the others\n"
+        again = f"{asks}tfcdo: starting all workers again, as asked after a backup\ntfcdo: worker"
+        # On a busy machine, the second run is not short.
+        self.assertRegex(result.stderr, f"^tfcdo: worker 1 ({again} [01] ){{1,4}}{asks}$")
 
 
 # A worker and a child of each kind: its own, and one in another session whose parent has ended.
@@ -142,12 +122,15 @@ _MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task i
 class NothingLeftTest(LaunchTestCase):
     def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
         process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
-        self.wait_for(*_MEMBERS)
+        for name in _MEMBERS:
+            self.read_pid(name)
         return process
 
-    def wait_for(self, *names: str) -> None:
-        for name in names:
-            self.read_pid(name)
+    def send_after(self, step: str, process: subprocess.Popen[str], number: int) -> None:
+        """Sends the launcher a signal as soon as both workers have marked a step."""
+        for task in (0, 1):
+            self.read_pid(f"{step}{task}")
+        process.send_signal(number)
 
     def check_end(self, process: subprocess.Popen[str], status: int, output: str = "") -> str:
         """Asserts that all have ended; returns what the launcher has said."""
@@ -157,42 +140,37 @@ class NothingLeftTest(LaunchTestCase):
         self.assert_ended(*_MEMBERS)
         return result.stderr
 
-    @parameterized.parameters("SIGTERM", "SIGHUP")
-    def test_signals_reach_the_workers_and_end_the_job(self, name: str):
+    def test_signals_reach_the_workers_and_end_the_job(self):
         process = self.start_family(
             *("--max-restarts", "2"),
             then=f"""
 got = []
-signal.signal(signal.{name}, lambda *_: got.append(1))
+signal.signal(signal.SIGHUP, lambda *_: got.append(1))
 signal.signal(signal.SIGUSR1, lambda *_: mark(f"told{{task}}"))
 mark(f"ready{{task}}")
 while not got: time.sleep(0.02)
 print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
 """,
         )
-        for step, number in (("ready", signal.SIGUSR1), ("told", getattr(signal, name))):
-            self.wait_for(f"{step}0", f"{step}1")
-            process.send_signal(number)  # A user's signal is only passed on.
+        self.send_after("ready", process, signal.SIGUSR1)  # Is only passed on.
+        self.send_after("told", process, signal.SIGHUP)
         output = "worker 0 | tidied up False\nworker 1 | tidied up False"
-        said = self.check_end(process, 128 + number, output)
-        self.assertEqual(said, f"tfcdo: got {name}: passing it on to the workers\n")
+        said = self.check_end(process, 128 + signal.SIGHUP, output)
+        self.assertEqual(said, "tfcdo: got SIGHUP: passing it on to the workers\n")
 
     def test_who_asks_twice_does_not_wait(self):
         process = self.start_family(
             *("--grace", "600"),
             then="""
 signal.signal(signal.SIGINT, lambda *_: mark(f"asked{task}"))
+signal.signal(signal.SIGTERM, signal.SIG_IGN)
 mark(f"ready{task}")
 while True: time.sleep(0.02)
 """,
         )
-        for step in ("ready", "asked"):
-            self.wait_for(f"{step}0", f"{step}1")
-            process.send_signal(signal.SIGINT)
+        self.send_after("ready", process, signal.SIGINT)
+        self.send_after("asked", process, signal.SIGTERM)
         self.check_end(process, 128 + signal.SIGINT)
-
-    def test_a_worker_that_ends_well_takes_its_children_along(self):
-        self.check_end(self.start_family(then=""), 0)
 
     def test_a_stopped_worker_is_ended_too(self):
         process = self.start_family(
@@ -203,22 +181,19 @@ mark(f"ready{task}")
 while True: time.sleep(0.1)
 """,
         )
-        self.wait_for("ready1")
+        self.read_pid("ready1")
         os.kill(self.read_pid("worker1"), signal.SIGSTOP)
         os.kill(self.read_pid("worker0"), signal.SIGKILL)
         self.check_end(process, 128 + signal.SIGKILL, "worker 1 | tidied up")
 
-    def test_the_launcher_or_a_guard_is_killed(self):
-        for victim in ("launcher", "guard"):
-            process = self.start_family(then="while True: time.sleep(0.1)")
-            if victim == "launcher":
-                process.kill()
-                self.check_end(process, -signal.SIGKILL)
-                for name in _MEMBERS:
-                    (self.folder / name).unlink()
-            else:
-                psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
-                self.check_end(process, 128 + signal.SIGKILL)
+    @parameterized.parameters("launcher", "guard")
+    def test_the_launcher_or_a_guard_is_killed(self, victim: str):
+        process = self.start_family(then="while True: time.sleep(0.1)")
+        if victim == "launcher":
+            process.kill()
+        else:
+            psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
+        self.check_end(process, -signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
 
 
 if __name__ == "__main__":

@@ -9,7 +9,7 @@ from absl.testing import absltest, parameterized
 from launch_testing import LaunchTestCase
 
 from tfcdo.cli import launch
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import tf_config
 
 # What Slurm's scontrol prints for the nodes of a step, one a line.
 _SCONTROL = """#!/bin/sh
@@ -41,11 +41,9 @@ class SlurmTest(LaunchTestCase):
         for rank in range(4):
             variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5")
             found, _ = self.variables("--slurm", **variables)
-            expected = {
-                "TF_CONFIG": cluster.tf_config(addresses, rank),
-                "CUDA_VISIBLE_DEVICES": str(4 + rank % 2),
-            }
-            self.assertEqual({f"worker {rank}": expected}, found)
+            gpu = {"CUDA_VISIBLE_DEVICES": str(4 + rank % 2)}
+            expected = {f"worker {rank}": {"TF_CONFIG": tf_config(addresses, rank), **gpu}}
+            self.assertEqual(expected, found)
 
     def test_gpus_that_slurm_has_bound_stay(self):
         variables = self.slurm_variables(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
@@ -66,11 +64,8 @@ class SlurmTest(LaunchTestCase):
         ({"SLURM_STEP_NODELIST": "other"}, "of node 1 of \\[\\]"),
     )
     def test_another_place_is_refused(self, changed: dict[str, str], message: str):
-        with (
-            mock.patch.dict(os.environ, self.slurm_variables(2, **changed)),
-            self.assertRaisesRegex(ValueError, message),
-        ):
-            launch.place_in_slurm(os.environ)
+        with mock.patch.dict(os.environ, self.slurm_variables(2, **changed)):
+            self.assertRaisesRegex(ValueError, message, launch.place_in_slurm, os.environ)
 
 
 if __name__ == "__main__":

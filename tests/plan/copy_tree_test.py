@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import itertools
 import math
-from typing import Any
 
 import networkx as nx
 from absl.testing import absltest, parameterized
@@ -21,11 +20,8 @@ SHAPES = {
 
 
 def graph_of(parents: tuple[int | None, ...]) -> nx.DiGraph:
-    graph = nx.DiGraph()
+    graph = nx.DiGraph((parent, i) for i, parent in enumerate(parents) if parent is not None)
     graph.add_nodes_from(range(len(parents)))
-    graph.add_edges_from(
-        (parent, device) for device, parent in enumerate(parents) if parent is not None
-    )
     return graph
 
 
@@ -41,18 +37,6 @@ class CopyTreeTest(parameterized.TestCase):
                 with self.assertRaisesRegex(ValueError, "parents"):
                     CopyTree(parents)
 
-    @parameterized.parameters(
-        ((), ValueError, "exactly one None"),
-        ((None, None), ValueError, "which has 2"),
-        ((None, 2), ValueError, r"parents\[1\] must be a device from 0 to 1; got 2"),
-        ((None, -1), ValueError, "got -1"),
-        ((None, 2, 1), ValueError, "reach every device"),
-        ([None, 0], TypeError, r"parents must be a tuple; got \[None, 0\]"),
-    )
-    def test_what_is_no_tree_is_named(self, parents: Any, error, message):
-        with self.assertRaisesRegex(error, message):
-            CopyTree(parents)
-
     @parameterized.product(shape=tuple(SHAPES), devices=(1, 2, 3, 5, 8, 9))
     def test_shapes(self, shape, devices):
         for root in range(devices):
@@ -63,27 +47,14 @@ class CopyTreeTest(parameterized.TestCase):
             self.assertEqual(tree.depth, max(nx.shortest_path_length(graph, root).values()))
             self.assertLessEqual(tree.depth, SHAPES[shape](devices))
             # Its views agree.
-            edges = [(d, p) for d, p in enumerate(tree.parents) if p is not None]
-            self.assertCountEqual(tree.edges, edges)
+            self.assertCountEqual(tree.edges, [edge[::-1] for edge in graph.edges])
             children = [tuple(sorted(graph.successors(device))) for device in range(devices)]
             self.assertEqual(tree.children, tuple(children))
             place = {device: position for position, device in enumerate(tree.top_down)}
             self.assertTrue(all(place[parent] < place[child] for child, parent in tree.edges))
-            self.assertEqual(tree.bottom_up, tuple(reversed(tree.top_down)))
-            again = rooted([edge[::-1] for edge in edges], 0)
+            again = rooted([*graph.edges], 0)
             self.assertEqual(again.root, 0)
-            self.assertEqual({*map(frozenset, again.edges)}, {*map(frozenset, edges)})
-
-    @parameterized.parameters(*SHAPES)
-    def test_no_such_device(self, shape):
-        for num_devices, root, error, message in (
-            (4, 4, ValueError, "root must be from 0 to 3; got 4"),
-            (0, 0, ValueError, "num_devices must be at least 1; got 0"),
-            (4.0, 0, TypeError, "num_devices must be an int; got 4.0"),
-            (4, True, TypeError, "root must be an int; got True"),
-        ):
-            with self.assertRaisesRegex(error, message):
-                shape(num_devices, root)
+            self.assertEqual({*map(frozenset, again.edges)}, {*map(frozenset, graph.edges)})
 
     def test_by_hand(self):
         # Of a DGX-1, for pack 5: its group is a star around 5, the other one around 5's partner 1.
@@ -95,11 +66,24 @@ class CopyTreeTest(parameterized.TestCase):
         self.assertEqual(path((4, 2, 0, 1, 3), 0).parents, (None, 0, 0, 1, 2))
 
     @parameterized.parameters(
-        ((0, 0, 1), 0, "order"), ((0, 2), 0, "order"), ((0, 1), 2, "root"), ((), 0, "root")
+        (CopyTree, [()], "exactly one None"),
+        (CopyTree, [(None, None)], "which has 2"),
+        (CopyTree, [(None, 2)], r"parents\[1\] must be a device from 0 to 1; got 2"),
+        (CopyTree, [(None, -2)], "got -2"),
+        (CopyTree, [(None, 2, 1)], "reach every device"),
+        (CopyTree, [[None, 0]], r"parents must be a tuple; got \[None, 0\]", TypeError),
+        (path, [(0, 0, 1), 0], "order"),
+        (path, [(0, 2), 0], "order"),
+        (path, [(0, 1), 2], "root"),
+        (path, [(), 0], "root"),
+        *((shape, [4, 4], "root must be from 0 to 3; got 4") for shape in SHAPES),
+        *((shape, [0, 0], "num_devices must be at least 1; got 0") for shape in SHAPES),
+        (star, [4.0, 0], "num_devices must be an int; got 4.0", TypeError),
+        (star, [4, True], "root must be an int; got True", TypeError),
     )
-    def test_path_of_nonsense(self, order, root, message):
-        with self.assertRaisesRegex(ValueError, message):
-            path(order, root)
+    def test_wrong_arguments(self, make, arguments, message, error=ValueError):
+        with self.assertRaisesRegex(error, message):
+            make(*arguments)
 
 
 if __name__ == "__main__":

@@ -7,7 +7,7 @@ from typing import Any
 
 from absl.testing import absltest, parameterized
 
-from tfcdo.exchange import Blocks, Cast, Exchange, PackSpec, PowerSGD, Sum, TopK, casts
+from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum, TopK, casts
 from tfcdo.exchange.protocol import identity
 from tfcdo.plan.copy_tree import chain, star
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, RootStep, Slice, ValueSpec
@@ -31,10 +31,6 @@ PACKS = (pack((0, 0, 5)), pack((0, 5, 10)), pack((1, 0, 5)))
 class CheckedTest(parameterized.TestCase):
     """A plan that would leave an element out, or add it twice, cannot be built."""
 
-    def test_slices_of_each_value_in_the_order_of_its_elements(self):
-        made = plan(*PACKS[::-1])
-        self.assertEqual(made.slices_of, ((Slice(0, 0, 5), Slice(0, 5, 10)), (Slice(1, 0, 5),)))
-
     @parameterized.parameters(
         (PACKS[1:], r"value 0, of size 10, once; got it cut at \[0, 10\]"),
         ((PACKS[0], PACKS[2]), r"value 0, of size 10, once; got it cut at \[0, 5\]"),
@@ -51,15 +47,6 @@ class CheckedTest(parameterized.TestCase):
     def test_refused(self, packs, message):
         with self.assertRaisesRegex(ValueError, message):
             plan(*packs)
-
-    def test_sizes(self):
-        self.assertEqual(ValueSpec("float32", (3, 4)).size, 12)
-        for unknown in (None, (None, 4)):
-            spec = ValueSpec("float32", unknown)
-            whole = pack((0, 0, None))  # type: ignore[arg-type]
-            self.assertIsNone(spec.size)
-            self.assertIsNone(plan(whole, values=(spec,)).packs[0].size)
-            self.assertFalse(plan(whole, values=(spec,)).has_known_times)
 
 
 class FingerprintTest(parameterized.TestCase):
@@ -93,33 +80,32 @@ class SummaryTest(parameterized.TestCase):
         key = made.residual_key
         self.assertEqual(key, "2-2918e1c5074c1d04")
         # Nothing is part of it that changes no residual.
+        replace = dataclasses.replace
         for other in (
-            dataclasses.replace(made, why="told", algorithm="ring"),
-            dataclasses.replace(made, packs=(dataclasses.replace(one, root=RootStep(divide=2)),)),
-            dataclasses.replace(made, hosts=2),
+            replace(made, why="told", algorithm="ring"),
+            replace(made, packs=(replace(one, root=RootStep(divide=2)),)),
+            replace(made, hosts=2),
         ):
             self.assertEqual(key, other.residual_key)
-        shared = dataclasses.replace(one, root=RootStep(Blocks(error_feedback=True)))
-        on_two = dataclasses.replace(made, hosts=2, packs=(shared,))
+        shared = replace(one, root=RootStep(Blocks(error_feedback=True)))
+        on_two = replace(made, hosts=2, packs=(shared,))
         self.assertTrue(on_two.has_state)
         others = (
             on_two,
-            dataclasses.replace(on_two, hosts=3),
-            dataclasses.replace(made, packs=(dataclasses.replace(one, tree=star(2, 1)),)),
-            dataclasses.replace(made, nodes=("GPU:0", "GPU:1")),
+            replace(on_two, hosts=3),
+            replace(made, packs=(replace(one, tree=star(2, 1)),)),
+            replace(made, nodes=("GPU:0", "GPU:1")),
         )
         self.assertLen({key, *(other.residual_key for other in others)}, 5)
 
     def test_the_names_of_exchanges_in_that_key_stay(self):
         exchanges: tuple[Exchange, ...] = (Cast("float16", True), PowerSGD(4), TopK(0.5))
-        self.assertEqual(
-            [identity(each) for each in exchanges],
-            [
-                "tfcdo.exchange.casts.Cast(dtype='float16', error_feedback=True)",
-                "tfcdo.exchange.compression.PowerSGD(rank=4, error_feedback=True, start_step=0)",
-                "tfcdo.exchange.compression.TopK(fraction=0.5, error_feedback=True)",
-            ],
-        )
+        names = [
+            "casts.Cast(dtype='float16', error_feedback=True)",
+            "compression.PowerSGD(rank=4, error_feedback=True, start_step=0)",
+            "compression.TopK(fraction=0.5, error_feedback=True)",
+        ]
+        self.assertEqual([*map(identity, exchanges)], [f"tfcdo.exchange.{name}" for name in names])
 
     def test_bytes_that_are_sent(self):
         made = plan(pack((0, 0, 10), wire=Cast("float16")), pack((1, 0, 5)))
@@ -127,32 +113,25 @@ class SummaryTest(parameterized.TestCase):
         self.assertEqual(made.num_sent_bytes, 40)
         self.assertTrue(made.has_known_times)
         self.assertFalse(plan(pack((0, 0, 10), (1, 0, 5), tree=None)).has_known_times)
+        unknown = pack((0, 0, None))  # type: ignore[arg-type]
+        self.assertFalse(plan(unknown, values=(ValueSpec("float32", None),)).has_known_times)
 
-    def test_bytes_by_edge(self):
-        """See also `explain_test`, which compares them with graphs."""
-        both = ((0, 0, 10), (1, 0, 5))
-        # Up and down a chain; 16-bit partial sums are of 32 bits, scales 4 bytes.
-        for wire, count in ((None, 60), (Cast("float16"), 34)):
-            made = plan(pack(*both, tree=chain(3), wire=wire))
-            edges = ((2, 1), (1, 0), (0, 1), (1, 2))
-            self.assertEqual(made.bytes_by_edge(), dict.fromkeys(edges, count))
-        halves = dataclasses.replace(pack(*both, tree=chain(3)), dtype="bfloat16")
+    def test_partial_sums_of_16_bits_are_sent_in_32(self):
         values = tuple(dataclasses.replace(value, dtype="bfloat16") for value in VALUES)
-        made = plan(halves, values=values)
-        self.assertEqual(made.bytes_by_edge(), {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30})
+        halves = dataclasses.replace(pack((0, 0, 10), (1, 0, 5), tree=chain(3)), dtype="bfloat16")
+        sent = {(2, 1): 30, (1, 0): 60, (0, 1): 30, (1, 2): 30}
+        self.assertEqual(plan(halves, values=values).bytes_by_edge(), sent)
 
     def test_collectives_and_bytes_between_hosts(self):
         added = plan(pack((0, 0, 10), (1, 0, 5), root=RootStep(Sum())), hosts=2)
         self.assertEqual(added.num_collectives(len), 1)
         self.assertEqual(added.bytes_between_hosts, 4 * 15)
-        exact = pack((0, 0, 10), root=RootStep(Sum()))
-        encoded = plan(exact, pack((1, 0, 5), root=RootStep(Cast("bfloat16"))), hosts=2)
-        self.assertEqual(encoded.num_collectives(len), 3)
-        # 10 floats as they are, and 5 padded to two shares, in 16 bits, there and back.
-        self.assertEqual(encoded.bytes_between_hosts, 40 + 2 * (2 * casts.SHARE_ALIGNMENT))
+        encoded = pack((1, 0, 5), root=RootStep(Cast("bfloat16")))
+        both = plan(pack((0, 0, 10), root=RootStep(Sum())), encoded, hosts=2)
+        self.assertEqual(both.num_collectives(len), 3)
 
     @parameterized.parameters(
-        ("bfloat16", 1, 1, (1, 32), 64),
+        ("bfloat16", 1, 2, (1, 32), 64),
         ("float16", 65, 2, (1, 64), 132),
         ("int8", 512, 2, (1, 256), 260),
         ("int8", 513, 2, (2, 130), 268),
@@ -161,9 +140,6 @@ class SummaryTest(parameterized.TestCase):
         """Blocks of int8 are equal and at most 256 values; each has a scale of 4 bytes."""
         exchange = casts.BY_NAME[wire]
         self.assertEqual(exchange.layout(size, hosts), layout)
-        _, gathered = exchange.cost(PackSpec("float32", ((size,),)), hosts)
-        self.assertEqual(gathered.num_bytes, num_bytes)
-        self.assertGreaterEqual(hosts * layout[0] * layout[1], size)
         values = (ValueSpec("float32", (size,)),)
         made = plan(pack((0, 0, size), root=RootStep(exchange)), values=values, hosts=hosts)
         self.assertEqual(made.bytes_between_hosts, 2 * (hosts - 1) * num_bytes)

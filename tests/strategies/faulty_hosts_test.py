@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo import strategies
+from tfcdo import strategies, tf_internals
 from tfcdo.cluster import session
 from tfcdo.doctor import blackbox
 
@@ -43,10 +43,14 @@ def _break(fault: str, here: bool) -> None:
         settings["cross_device_ops"] = tfcdo.HierarchicalCopyAllReduce()
     if fault == "absent" and here:
         return
+    if fault == "ends early":  # It has met the others; TensorFlow's servers have not started.
+        mock.patch.object(strategies, "_SERVER_START_SECONDS", 3.0).start()
+        if here:
+            leave: Any = lambda **_: os._exit(0)  # noqa: E731
+            mock.patch.object(tf_internals, "configure_coordination", leave).start()
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=2, **settings)
-    width = 33 if fault == "another shape" and here else 32
     with strategy.scope():
-        variable = tf.Variable(tf.zeros([width]))
+        variable = tf.Variable(tf.zeros([32]))
     if fault == "unlike keys" and here:
         keys = session.Session.next_keys
         replacement: Any = lambda *arguments: [key + 1 for key in keys(*arguments)]  # noqa: E731
@@ -57,7 +61,7 @@ def _break(fault: str, here: bool) -> None:
         def step() -> None:
             context = tf.distribute.get_replica_context()
             replica = tf.cast(context.replica_id_in_sync_group, tf.float32)
-            gradient = tf.fill([width], replica + 1.0)
+            gradient = tf.fill([32], replica + 1.0)
             variable.assign_add(context.all_reduce("SUM", gradient))
 
         strategy.run(step)
@@ -144,12 +148,11 @@ _NAMED = _HOST_1 + r" enters \d+ ms after the others in (\d+) of (\d+) steps: \d
 
 # What goes wrong on host 1, and what host 0 then says.
 _FAULTS = {
-    # `mirrored_test` has all settings.
     "another setting": "not set up alike: cross_device_ops: .* on host 0 .* on host 1",
-    "another shape": r"differ: values, element 0 of 1: float32\[3\d\] on host \d, float32\[3\d\]",
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
     "ends": _HOST_1 + " has come to the end of its program before others: all hosts must make",
+    "ends early": "DeadlineExceededError: .*/job:worker/replica:0/task:1",
     "absent": f"RendezvousError: timed out waiting for {_HOST_1} to start",
 }
 

@@ -7,7 +7,6 @@ import errno
 import functools
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -15,22 +14,8 @@ from unittest import mock
 
 import faults
 import nightly
-import psutil
-import warm_python
 from absl.testing import absltest, parameterized
 
-from tfcdo.launch import cluster
-
-# A host that comes to the rendezvous and ends before TensorFlow's server has started, and one that
-# is left alone with a server that has.
-_ENDS_EARLY = """
-import os, sys, tfcdo
-from tfcdo import strategies, tf_internals
-strategies._SERVER_START_SECONDS = 3.0
-if sys.argv[1] == "ends":
-    tf_internals.configure_coordination = lambda **_: os._exit(0)
-tfcdo.MultiWorkerMirroredStrategy()
-"""
 # Ends with the number of the error.
 _CONNECT = """
 import socket, sys
@@ -70,18 +55,16 @@ _undisturbed = functools.cache(faults.undisturbed.__wrapped__)  # Of these hosts
 class FaultsTest(parameterized.TestCase):
     def check(self, case: faults.Case, runs: int, problem: str = "") -> None:
         outcome = faults.run_case(case)
-        self.assertEqual(outcome.problem, problem)
-        self.assertEqual(outcome.runs, runs)
+        self.assertEqual((outcome.problem, outcome.runs), (problem, runs))
         if not problem:
             self.assertEqual(outcome.from_hosts, 0.0)
             self.assertBetween(outcome.repeated, *((1, 30) if case.step and runs == 2 else (0, 0)))
             self.assertBetween(outcome.useful, 0.0, 1.0)
 
     def test_ends_with_the_same_weights(self):
-        # The chief waits for one that stops before the first collective, where TensorFlow raises
-        # nothing.
         for case in nightly.cases(
             faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05),
+            # The chief waits for it before the first collective, where TensorFlow raises nothing.
             faults.Case("stop", "first step", 2, victims=(1,)),
         ):
             self.check(case, 2)
@@ -101,43 +84,14 @@ class FaultsTest(parameterized.TestCase):
         self.enter_context(mock.patch.dict(os.environ, WRONG=wrong))
         self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
 
-    def test_a_host_that_ends_while_the_servers_start(self):
-        with cluster.reserved_ports(2) as addresses:
-            processes = [
-                subprocess.Popen(
-                    [warm_python.executable(), "-c", _ENDS_EARLY, what],
-                    env={**os.environ, "CUDA_VISIBLE_DEVICES": "", "TF_CONFIG": config},
-                    stderr=subprocess.PIPE,
-                    text=True,
-                )
-                for what, config in (
-                    ("stays", cluster.tf_config(addresses, 0)),
-                    ("ends", cluster.tf_config(addresses, 1)),
-                )
-            ]
-            try:
-                _, error = processes[0].communicate(timeout=faults.LIMIT_SECONDS)
-            finally:
-                for process in processes:
-                    process.kill()
-                    process.communicate()
-        self.assertEqual(processes[0].returncode, 1)
-        self.assertIn("DeadlineExceededError", error)
-        self.assertIn("/job:worker/replica:0/task:1", error)
-
 
 class CasesTest(absltest.TestCase):
     def test_drawn_cases(self):
         cases = faults.draw_cases()
-        self.assertEqual(cases, faults.draw_cases(200, faults.SEED))
         self.assertEqual(cases[:10], faults.draw_cases(10))
-        self.assertNotEqual(cases, faults.draw_cases(200, 8))
         kinds = collections.Counter(case.kind for case in cases)
         self.assertEqual(kinds, {kind: 10 * times for kind, (times, _) in faults.KINDS.items()})
-        self.assertEqual({case.hosts for case in cases}, {2, 3, 4})
         self.assertEqual({case.moment for case in cases}, {*faults.MOMENTS})
-        cuts = {case.seconds for case in cases if case.kind == "cut"}
-        self.assertEqual(cuts, {*faults.CUT_SECONDS})
         for case in cases:
             if case.kind.startswith("kill"):
                 self.assertEqual(0 in case.victims, case.kind != "kill worker")
@@ -154,30 +108,27 @@ class CasesTest(absltest.TestCase):
 
     def test_a_process_that_is_left_is_a_problem(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        left = subprocess.Popen(
-            ["sh", "-c", "sleep 600; true", str(folder)], start_new_session=True
-        )
+        left = subprocess.Popen(["sleep", "600"])
         self.addCleanup(left.wait)
-        self.addCleanup(os.killpg, left.pid, signal.SIGKILL)
-        # A new process is Python for a moment still.
-        faults._wait_until(lambda: str(folder) in psutil.Process(left.pid).cmdline(), "sh")
-        (folder / "pid-0-1").write_text(str(left.pid))
-        (folder / "pid-0-2").write_text(str(os.getpid()))  # A number that was given again.
+        self.addCleanup(left.kill)
+        for host, pid in enumerate((os.getpid(), left.pid)):
+            (folder / f"pid-0-{host}").write_text(str(pid))
+        os.utime(folder / "pid-0-0", (0, 0))  # A number that was given again.
         self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
         self.assertEqual(faults._left(folder), [left.pid])
 
     def test_a_network_that_is_cut(self):
         if not faults.can_cut():
             self.skipTest("network namespaces need root")
-        with faults._Network.of(2) as network:
-            ping = ["nsenter", "--net", "--target", str(network.namespaces[0])]
+        with faults.network(2) as (host, _, bridge):
+            ping = ["nsenter", "--net", "--target", str(host)]
             ping += [sys.executable, "-c", _CONNECT]
             # Nothing listens there: a refusal shows that the host is reached.
             reached = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertEqual(reached.returncode, errno.ECONNREFUSED)
             stays = mock.patch.object(faults.time, "sleep", side_effect=KeyboardInterrupt)
             with stays, self.assertRaises(KeyboardInterrupt):
-                network.cut(1, 5.0)
+                faults.cut(bridge, 1, 5.0)
             cut = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertNotIn(cut.returncode, (0, errno.ECONNREFUSED))
 

@@ -7,43 +7,55 @@ import importlib.metadata
 import io
 import pathlib
 import platform
+import sys
 import tempfile
 from typing import Any
 from unittest import mock
 
 import compat
+import compat_cases
 import figures
 import pages
 import performance
 import tensorflow as tf
 import tested_versions
 import testing_utils as tu
+import warm_python
 from absl.testing import absltest, parameterized
-from compat_cases import CASES, Case, Refused
+from compat_cases import CASES, Case
 from compat_trainings import TRAININGS, Training
 from compat_trainings import judge as judge_training
 
 import tfcdo
 from tfcdo.bench import results
 
-PAGE = pathlib.Path(compat.__file__).parent.parent / "docs" / "compat.md"
+PAGE = pages.ROOT / "docs" / "compat.md"
+# Calls in another process are Python expressions.
+_SERVED = """
+import os
+from tfcdo.bench import worker_pool
+class Served:
+    def run(self, code):
+        return eval(code)
+worker_pool.serve(Served)
+"""
 
 
 class JudgeTest(parameterized.TestCase):
     @parameterized.parameters(
-        (3.0, 3.0, "✓", "3.0"),
-        (3.0, 6.0, "✗", "3.0 instead of 6.0"),
-        (3.0, Refused("shape"), "✗", "accepts it and gives 3.0"),
+        (3.0, {"expected": 3.0}, "✓", "3.0"),
+        (3.0, {"expected": 6.0}, "✗", "3.0 instead of 6.0"),
+        (3.0, {"refused": "shape"}, "✗", "accepts it and gives 3.0"),
         # An error is good if it is wanted and names the argument.
-        (ValueError("shape: 1, 2"), Refused("shape"), "✓", "ValueError: shape: 1, 2"),
-        (ValueError("wrong"), Refused("shape"), "✗", "ValueError: wrong"),
-        (ValueError("shape"), 3.0, "✗", "ValueError: shape"),
+        (ValueError("shape: 1, 2"), {"refused": "shape"}, "✓", "ValueError: shape: 1, 2"),
+        (ValueError("wrong"), {"refused": "shape"}, "✗", "ValueError: wrong"),
+        (ValueError("shape"), {"expected": 3.0}, "✗", "ValueError: shape"),
     )
-    def test_calls(self, result: Any, expected: Any, mark: str, text: str):
+    def test_calls(self, result: Any, wanted: Any, mark: str, text: str):
         # An iterable's errors are raised, and its other items returned.
         call = mock.Mock(side_effect=[result])
-        row = compat.judge(Case(None, expected, call=call, name="x"), mock.Mock())
-        self.assertEqual(row, pages.Row("x", mark, text))
+        row = compat_cases.row(Case(None, **wanted, call=call), "tfcdo")
+        self.assertEqual(row, pages.Row(mark, text))
 
     @parameterized.parameters(
         # The largest difference counts, of weights or of reported numbers.
@@ -54,8 +66,8 @@ class JudgeTest(parameterized.TestCase):
         ({2: (0.0, 0.0), 3: "E: a", 5: "E: b"}, "", "✗", "E: a (3 and 5 replicas)"),
     )
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
-        row = judge_training(Training(reason=reason, name="x"), differences)
-        self.assertEqual(row, pages.Row("x", mark, text))
+        row = judge_training(Training(reason=reason), differences)
+        self.assertEqual(row, pages.Row(mark, text))
 
     def test_errors_have_neither_colors_nor_stacks(self):
         message = "Bad \033[1mcall\033[0m. Node x defined at (most recent call last): /y"
@@ -63,24 +75,26 @@ class JudgeTest(parameterized.TestCase):
 
 
 class RunTest(absltest.TestCase):
-    def test_a_process_that_ends_or_hangs_is_noted_and_another_one_goes_on(self):
-        calls = ["1", "__import__('os')._exit(7)", "2", "__import__('time').sleep(600)"]
-        self.assertEqual(compat.run(eval, calls, 2.0), [1, None, 2, None])
+    def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
+        codes = ["os.environ['X']", "os._exit(7)", "2"]
+        self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
+        results = pages.call_apart(["-c", _SERVED], [{"code": code} for code in codes], 99.0, X="x")
+        self.assertEqual([*results], ["x", None, 2])
 
 
 class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
-        names = [*(case.name for case in CASES), *(one.name for one in TRAININGS)]
-        rows = {
-            name: (pages.Row(name, "✗", "✗ | x"), pages.Row(name, "✓", "✓ | x")) for name in names
-        }
+        rows = {name: (pages.Row("✗", "✗ | x"), pages.Row("✓", "✓ | x")) for name in compat.WORK}
         parts = {name: "\n".join(lines) for name, lines in compat.parts(rows).items()}
         summary = " ".join(parts["counts"].split())
-        self.assertIn(f"in {len(TRAININGS)} of {len(TRAININGS)} trainings", summary)
-        self.assertIn("TensorFlow's strategy in 0.", summary)
+        of_all = f"in {len(TRAININGS)} of {len(TRAININGS)} trainings"
+        self.assertRegex(summary, f"{of_all}.* TensorFlow's strategy in 0\\.")
         self.assertIn(f"tfcdo's classes pass {len(CASES)} and TensorFlow's 0.", summary)
-        for part, name in (("calls", CASES[0].name), ("trainings", TRAININGS[0].name)):
+        for part, (name, *_) in (("calls", CASES), ("trainings", TRAININGS)):
             self.assertIn(f"\n| {name} | ✗ ✗ \\| x | ✓ ✓ \\| x |\n", parts[part])
+        self.assertIn(
+            "<summary>Execution: TensorFlow 0 of 3, tfcdo 3 of 3</summary>", parts["trainings"]
+        )
         for name in compat.FIRST:
             self.assertIn(f"\n| {name} | ", parts["first"])
         readme = [*compat.readme_table(rows)]
@@ -88,7 +102,7 @@ class PageTest(absltest.TestCase):
         self.assertLen(readme, 2 + 5)
         # The page that is kept has these rows.
         kept = PAGE.read_text(encoding="utf-8")
-        for name in names:
+        for name in compat.WORK:
             self.assertIn(f"\n| {name} | ", kept)
         for name in parts:
             self.assertIn(f"\n<!-- made by tools/compat.py, {name}: begin -->\n", kept)
@@ -100,11 +114,11 @@ class PageTest(absltest.TestCase):
         lines = page.splitlines()
         # Another test file of this process may have loaded NCCL's kernel for CPUs.
         self.enter_context(tu.kernels_for("GPU"))
-        for case in CASES:
-            with self.subTest(case.name):
-                row = compat.judge(case, tfcdo)
+        for name, case in CASES.items():
+            with self.subTest(name):
+                row = compat_cases.row(case, "tfcdo")
                 self.assertEqual(row.mark, "✓", row.text)
-                (line,) = (line for line in lines if line.startswith(f"| {case.name} |"))
+                (line,) = (line for line in lines if line.startswith(f"| {name} |"))
                 self.assertEndsWith(line, f"| {row.cell} |")
                 if len(row.text) > pages.MAX_CELL:
                     self.assertIn(f"* {pages.escaped(row.text)}", lines)
@@ -123,9 +137,8 @@ class PerformanceTest(absltest.TestCase):
             slow,
             _measured(performance.DEFAULT, "tf", 0.005),
         )
-        patch = mock.patch.object(performance, "floor_seconds", return_value=0.002)
-        floor = self.enter_context(patch)
-        row = performance.row("-g 4", compared)
+        with mock.patch.object(performance, "floor_seconds", return_value=0.002) as floor:
+            row = performance.row("-g 4", compared)
         self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
         floor.assert_called_once_with(4, 100)
         # Rows of hosts end with computing alone.
@@ -133,7 +146,6 @@ class PerformanceTest(absltest.TestCase):
         hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
         row = performance.row("workers 2", hosts)
         self.assertEqual(row, ["`workers 2`", "3.0", "4.0", "", "1.0"])
-        floor.assert_called_once()
 
     def test_the_floor_takes_time(self):
         self.assertGreater(performance.floor_seconds(2, 2**22 + 8), 0.0)
@@ -145,14 +157,14 @@ class PerformanceTest(absltest.TestCase):
         lines = ["1 of 2, after 0:00 minutes: A", "2 of 2, after 2:05 minutes: B"]
         self.assertEqual(errors.getvalue().splitlines(), lines)
 
-    def test_the_table_replaces_the_one_before(self):
+    def test_lines_replace_the_ones_before(self):
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "page.md")
         begin, end = "<!-- made by tools/a.py: begin -->", "<!-- end -->"
         path.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
-        pages.replace_table(path, "a.py", ["new", "lines"])
+        pages.replace(path, "a.py", ["new", "lines"])
         self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
         with self.assertRaisesRegex(ValueError, "has no lines"):
-            pages.replace_table(path, "b.py", [])
+            pages.replace(path, "b.py", [])
 
 
 class RecordTest(absltest.TestCase):
@@ -168,31 +180,32 @@ class RecordTest(absltest.TestCase):
     def test_the_page_is_made_from_the_record(self):
         record = tested_versions.read_record()
         self.assertNotEmpty(record)
-        self.assertEqual(tested_versions.PAGE.read_text("utf-8"), tested_versions.page(record))
+        page = (pages.ROOT / "docs" / "versions.md").read_text("utf-8")
+        self.assertEndsWith(page, "\n".join([*tested_versions.table(record), "<!-- end -->\n"]))
         self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
 
 class FiguresTest(tf.test.TestCase):
     def test_losses_of_the_picture(self):
-        strategies = {
-            "one device": tf.distribute.get_strategy(),
-            "4 devices, TensorFlow": tf.distribute.MirroredStrategy(tu.device_names(2)),
-            "4 devices, tfcdo": tfcdo.MirroredStrategy(tu.device_names(2)),
-        }
         losses = {
-            name: figures.train_digits(each, epochs=1)[0] for name, each in strategies.items()
+            name: figures.train_digits(strategy, epochs=1)[0]
+            for name, strategy in {
+                "one device": tf.distribute.get_strategy(),
+                "4 devices, TensorFlow": tf.distribute.MirroredStrategy(tu.device_names(2)),
+                "4 devices, tfcdo": tfcdo.MirroredStrategy(tu.device_names(2)),
+            }.items()
         }
         (one,), (theirs,), (ours,) = losses.values()
         self.assertAllClose(ours, one, rtol=1e-4)
         self.assertGreater(abs(theirs - one), 0.1)
-        self.assertLen(figures.draw_losses(losses).axes[0].lines, 3)
+        self.assertLen(figures.draw("loss", losses).axes[0].lines, 3)
 
     def test_error_feedback_descends_where_rounding_stops(self):
         names = ("bfloat16", "bfloat16, error feedback")
         losses = {name: figures.badly_scaled_losses(name, 400) for name in names}
         without, fed_back = (descent[-1] for descent in losses.values())
         self.assertLess(fed_back, without / 5)
-        drawn = figures.draw_descents({**losses, "float32": losses[names[1]]})
+        drawn = figures.draw("wire", {**losses, "float32": losses[names[1]]})
         self.assertLen(drawn.axes[0].lines, 3)
 
 

@@ -11,7 +11,6 @@ import shutil
 import sys
 import tempfile
 import types
-from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
@@ -35,7 +34,6 @@ Legend:
   X    = Self
   NV#  = Connection traversing a bonded set of # NVLinks
 """
-_NVLINK = 25e9
 _SLEEP = shutil.which("sleep") or "sleep"
 _UUIDS = "GPU-aaaa-0, 0\nGPU-aabb-1, 1\nGPU-bbbb-2, 2\nGPU-cccc-3, 3\n"
 
@@ -44,8 +42,7 @@ class DetectTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        places = {"PATH": str(self.folder), "TFCDO_CACHE_DIR": str(self.folder)}
-        self.enter_context(mock.patch.dict(os.environ, places))
+        self.enter_context(mock.patch.dict(os.environ, PATH=str(self.folder)))
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         self.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))
@@ -53,8 +50,12 @@ class DetectTest(parameterized.TestCase):
         for module in (log, detection):
             importlib.reload(module)
 
-    def fake_nvidia_smi(self, before: str = "", uuids: str = _UUIDS) -> None:
+    def fake_nvidia_smi(
+        self, before: str = "", uuids: str = _UUIDS, visible: str | None = None
+    ) -> None:
         """Puts a nvidia-smi on the PATH that counts its calls in the file `calls`."""
+        if visible is not None:
+            os.environ["CUDA_VISIBLE_DEVICES"] = visible
         program = self.folder / "nvidia-smi"
         program.write_text(
             f"""#!/bin/sh
@@ -70,7 +71,6 @@ class DetectTest(parameterized.TestCase):
 
     def detect(self, *devices: str) -> tuple[topology.Topology, list[str]]:
         """Returns what is detected, and the lines that are logged."""
-        found = None
         with self.assertLogs("absl", "INFO") as logs:
             found = detection.detect(devices)
         self.assertEqual(found.num_devices, len(devices))
@@ -82,20 +82,19 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("fully_connected", found.num_devices))
         self.assertRegex(lines[-1], f"{message}.*; pass topology=")
 
-    def assert_nvlinks(self, devices: Sequence[str], wanted: dict[tuple[int, int], int]) -> None:
-        found, (line,) = self.detect(*devices)
-        self.assertEqual(
-            {pair: found.bandwidth(*pair) for pair in wanted},
-            {pair: count * _NVLINK for pair, count in wanted.items()},
-        )
+    def assert_nvlinks(self, gpus: Any, wanted: dict[tuple[int, int], int]) -> None:
+        found, (line,) = self.detect(*(f"GPU:{gpu}" for gpu in gpus))
+        self.assertEqual({pair: found.bandwidth(*pair) / 25e9 for pair in wanted}, wanted)
         self.assertIn("as nvidia-smi reports", line)
 
     def test_cpus_share_memory(self):
-        found, (line,) = self.detect(
-            "/job:localhost/replica:0/task:0/device:CPU:0", "/cpu:1", "CPU:2"
-        )
+        names = "/job:localhost/replica:0/task:0/device:CPU:0", "/cpu:1", "CPU:2"
+        found, (line,) = self.detect(*names)
         self.assertEqual(found, topology.preset("shared_memory", 3))
         self.assertRegex(line, "'shared_memory'.*CPU devices")
+        with self.tensorflow_with("CPU:0"):  # An unknown device is a CPU if there is nothing else.
+            found, _ = self.detect("", "CPU:1")
+        self.assertEqual(found, topology.preset("shared_memory", 2))
 
     @parameterized.parameters(
         ("GPU:0", "CPU:0"),
@@ -118,25 +117,17 @@ class DetectTest(parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, f"devices must {message}"):
             detection.detect(devices)
 
-    def test_gpus_are_joined_as_nvidia_smi_reports(self):
-        self.fake_nvidia_smi()
-        wanted = {(0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 2): 4, (1, 3): 5, (3, 2): 6}
-        self.assert_nvlinks([f"/device:GPU:{index}" for index in range(4)], wanted)
-        # In the order of the devices.
-        devices = ["/gpu:3", "/job:localhost/replica:0/task:0/device:GPU:1", "GPU:0"]
-        self.assert_nvlinks(devices, {(0, 1): 5, (0, 2): 3, (2, 1): 1})
-
     @parameterized.parameters(
-        ("3,1,0", {(0, 1): 5, (0, 2): 3}),
-        (" 2, 3 ,1", {(0, 1): 6, (0, 2): 4}),
-        ("GPU-bbbb,GPU-aaaa-0,3", {(0, 1): 2, (0, 2): 6}),
+        (None, range(4), {(0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 2): 4, (1, 3): 5, (3, 2): 6}),
+        # In the order of the devices, whose numbers are those of the visible GPUs.
+        (None, (3, 1, 0), {(0, 1): 5, (0, 2): 3, (2, 1): 1}),
+        ("3,1,0", range(3), {(0, 1): 5, (0, 2): 3}),
+        (" 2, 3 ,1", range(3), {(0, 1): 6, (0, 2): 4}),
+        ("GPU-bbbb,GPU-aaaa-0,3", range(3), {(0, 1): 2, (0, 2): 6}),
     )
-    def test_numbers_are_those_of_the_visible_gpus(
-        self, visible: str, wanted: dict[tuple[int, int], int]
-    ):
-        self.fake_nvidia_smi()
-        os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        self.assert_nvlinks(["GPU:0", "GPU:1", "GPU:2"], wanted)
+    def test_gpus_are_joined_as_nvidia_smi_reports(self, visible, gpus, wanted):
+        self.fake_nvidia_smi(visible=visible)
+        self.assert_nvlinks(gpus, wanted)
 
     @parameterized.parameters(
         *(
@@ -147,17 +138,15 @@ class DetectTest(parameterized.TestCase):
         ("GPU-a,GPU-b", "", "GPU-aaaa-0, N/A", "printed 'GPU-aaaa-0, N/A'"),
         (None, "echo driver is not loaded; exit 9", "", "status 9: driver is not loaded"),
         (None, "echo hello; exit", "", "no table of `nvidia-smi topo -m`"),
-        (None, f"exec {_SLEEP} 60", "", "did not answer within 0.5 s"),
+        (None, f"exec {_SLEEP} 60", "", "did not answer within 0.1 s"),
         (None, None, "", "no nvidia-smi on the PATH"),
     )
     def test_what_joins_gpus_is_not_known(
         self, visible: str | None, before: str | None, uuids: str, message: str
     ):
         if before is not None:
-            self.fake_nvidia_smi(before, uuids)
-        if visible is not None:
-            os.environ["CUDA_VISIBLE_DEVICES"] = visible
-        limit = 0.5 if _SLEEP in (before or "") else 10.0
+            self.fake_nvidia_smi(before, uuids, visible)
+        limit = 0.1 if _SLEEP in (before or "") else 10.0
         with mock.patch.object(detection, "_TIMEOUT_SECONDS", limit):
             self.assert_all_to_all(message, "GPU:0", "GPU:1")
 
@@ -190,30 +179,21 @@ class DetectTest(parameterized.TestCase):
     def test_gpus_as_tensorflow_shows_them(self):
         self.fake_nvidia_smi()
         with self.tensorflow_with("CPU:0", "GPU:3", "GPU:1"):
-            self.assert_nvlinks(["GPU:0", "GPU:1"], {(0, 1): 5})
+            self.assert_nvlinks((0, 1), {(0, 1): 5})
         with self.tensorflow_with("CPU:0", "GPU:1", "GPU:3", cut_in_two="GPU:1"):
             self.assert_all_to_all("several of these .* are one GPU", "GPU:0", "GPU:1", "GPU:2")
 
-    def test_unknown_devices_are_cpus_where_there_is_nothing_else(self):
-        with self.tensorflow_with("CPU:0"):
-            found, _ = self.detect("", "CPU:1")
-        self.assertEqual(found, topology.preset("shared_memory", 2))
-
 
 class NamesTest(absltest.TestCase):
-    def test_an_unknown_name(self):
+    def test_every_public_name_is_listed(self):
         with self.assertRaisesRegex(AttributeError, "attribute.*NoSuchReduce"):
             tfcdo.NoSuchReduce  # type: ignore[attr-defined]  # noqa: B018
-
-    def test_every_public_name_is_listed(self):
         self.assertContainsSubset(tfcdo.__all__, dir(tfcdo))
         source = pathlib.Path(tfcdo.__file__).read_text(encoding="utf-8")
         homes = re.findall(r"^    from tfcdo\.?(\S*) import (\w+) as \2$", source, re.MULTILINE)
         # As type checkers read it, and as it is.
-        self.assertEqual(
-            {**tfcdo._MODULES, **dict.fromkeys(tfcdo._PACKAGES, "")},
-            {n: m for m, n in homes},
-        )
+        known = {**tfcdo._MODULES, **dict.fromkeys(tfcdo._PACKAGES, "")}
+        self.assertEqual(known, {name: module for module, name in homes})
         for name in tfcdo.__all__:
             self.assertIsNotNone(getattr(tfcdo, name))
 

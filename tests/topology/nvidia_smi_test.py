@@ -63,7 +63,7 @@ class NvidiaSmiTest(parameterized.TestCase):
         found = [meet(machine, *pairs) for pairs in (*meeting, *apart)]
         self.assertEqual(found, [True] * len(meeting) + [False] * len(apart))
 
-    @parameterized.parameters("dgx1_v100", "hgx_h100", "pcie_8_two_sockets", "one_h200")
+    @parameterized.parameters("dgx1_v100", "pcie_8_two_sockets", "one_h200")
     def test_spaces_and_marks_around_the_table_do_not_matter(self, name):
         text = text_of(name)
         indented = "".join(f"    {line}" for line in text.splitlines(keepends=True))
@@ -76,8 +76,7 @@ class NvidiaSmiTest(parameterized.TestCase):
     def test_more_nvlinks_than_a_gpu_has_are_those_of_a_switch(
         self, num_devices, nvlinks, switched
     ):
-        # A GPU has at most 18 NVLinks: where a row of the table adds up to more, a switch hands
-        # them out. For three GPUs that is from NV10 on, for four from NV7 on.
+        # A GPU has at most 18 NVLinks: a switch hands them out where a row adds up to more.
         machine = all_alike(num_devices, nvlinks)
         self.assertEqual(meet(machine, (0, 1), (0, 2)), switched)
         self.assertEqual(gigabytes(machine, 0, 1), 25 * nvlinks)

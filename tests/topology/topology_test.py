@@ -17,9 +17,7 @@ from tfcdo.topology.presets import PRESETS, dgx1, preset
 from tfcdo.topology.topology import Topology
 
 # NVLinks per pair, as NVIDIA draws them; for V100 see `nvidia_smi_test`.
-DGX1_P100 = """
-    0-1 0-2 0-3 1-2 1-3 2-3   4-5 4-6 4-7 5-6 5-7 6-7   0-4 1-5 2-6 3-7
-"""
+DGX1_P100 = "0-1 0-2 0-3 1-2 1-3 2-3   4-5 4-6 4-7 5-6 5-7 6-7   0-4 1-5 2-6 3-7"
 
 
 class PresetsTest(parameterized.TestCase):
@@ -50,24 +48,18 @@ class PresetsTest(parameterized.TestCase):
             self.assertEqual([gigabytes(machine, 0, other) for other in range(1, 5)], speeds)
             self.assertEqual({link.via_host for link in machine.links}, {False})
         self.assertEqual(gigabytes(preset("pcie", 5), 4, 0), 10)
-        machine = preset("shared_memory", 3)
-        self.assertEqual(machine.bandwidth(0, 2), math.inf)
-        self.assertLess(machine.addition_bandwidth, math.inf)
 
     @parameterized.parameters(
         ("dgx2", None, "'dgx2'; known are dgx1, dgx1_p100, nvswitch, pcie, shared_memory"),
         ("dgx1", 9, "at most 8; got 9"),
         ("pcie", 0, "num_devices"),
+        ("pcie", True, "num_devices must be an int; got True"),
+        ("pcie", 1.0, "num_devices must be an int; got 1.0"),
     )
-    def test_unknown_presets_and_sizes_are_refused(self, name, num_devices, message):
-        with self.assertRaisesRegex(ValueError, message):
-            preset(name, num_devices)
-
-    @parameterized.parameters(True, 1.0, "1")
-    def test_only_ints_are_numbers_of_devices(self, num_devices):
+    def test_wrong_arguments(self, name, num_devices, message):
         preset("pcie", 1)  # To the cache the same as `True` and 1.0.
-        with self.assertRaisesRegex(TypeError, "num_devices must be an int; got (True|1.0|'1')"):
-            preset("pcie", num_devices)
+        with self.assertRaisesRegex((ValueError, TypeError), message):
+            preset(name, num_devices)
 
 
 class TopologyTest(parameterized.TestCase):
@@ -99,26 +91,21 @@ class TopologyTest(parameterized.TestCase):
         self.assertEqual(pickle.loads(pickle.dumps(machine)), machine)
 
     def test_fingerprints_ignore_names_only(self):
-        machine = preset("pcie")
-        replace = dataclasses.replace
-
-        def each(parts, **changes):
-            return tuple(replace(part, **changes) for part in parts)
-
+        machine, replace = preset("pcie"), dataclasses.replace
         resources = tuple(replace(one, name=f"my {one.name}") for one in machine.resources)
         renamed = replace(machine, name="mine", resources=resources)
         self.assertNotEqual(renamed, machine)
         self.assertEqual(renamed.fingerprint, machine.fingerprint)
         # What a cached plan is found by: another speed, or a path via the host, makes another plan.
-        slower = replace(machine, addition_bandwidth=1e9)
         first, *others = machine.links
+        port, *ports = machine.resources
         changed = (
-            replace(machine, resources=each(machine.resources, bandwidth=2e9)),
+            replace(machine, resources=(replace(port, bandwidth=2e9), *ports)),
             replace(machine, links=(replace(first, via_host=True), *others)),
             replace(machine, links=(replace(first, latency=1e-3), *others)),
             replace(machine, links=(replace(first, resources=first.resources[:1]), *others)),
-            slower,
-            replace(slower, serial_reduction=True),
+            replace(machine, addition_bandwidth=1e9),
+            replace(machine, addition_bandwidth=1e9, serial_reduction=True),
             machine.subset([0, 2, 1, 3]),
         )
         self.assertLen({machine.fingerprint, *(one.fingerprint for one in changed)}, 8)
@@ -129,9 +116,8 @@ class TopologyTest(parameterized.TestCase):
         self.assertLen(machine.subset([0, 5]).direct_links, 2)
         self.assertLen(machine.subset([0, 1, 5]).direct_links, 4)
         # They lead to every device, but not back.
-        routes = [
-            Route(a, b, [Resource(f"{a}{b}", 1e9)], via_host=a > b) for a, b in ordered_pairs(3)
-        ]
+        wires = [(*pair, [Resource(f"{pair}", 1e9)]) for pair in ordered_pairs(3)]
+        routes = [Route(*wire, via_host=wire[0] > wire[1]) for wire in wires]
         self.assertLen(Topology.from_routes("one way", 3, routes).direct_links, 6)
 
     @parameterized.parameters(
@@ -151,19 +137,13 @@ class TopologyTest(parameterized.TestCase):
         with self.assertRaisesRegex((ValueError, TypeError), message):
             dataclasses.replace(machine, **change)
 
-    @parameterized.parameters(0.0, -1.0, math.nan)
-    def test_bandwidths_must_be_above_0(self, bandwidth):
-        with self.assertRaisesRegex(ValueError, "bandwidth of 'wire'"):
-            Resource("wire", bandwidth)
-
     def test_resources_of_one_name_are_one_resource(self):
         bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)
         routes = [Route(1, 0, [same, plug], via_host=True, latency=2e-6), Route(0, 1, [bus])]
         machine = Topology.from_routes("two", 2, routes, addition_bandwidth=7.0)
         self.assertEqual(machine.resources, (bus, plug))
-        self.assertEqual(
-            machine.links, (Link(0, 1, 1e-5, (0,)), Link(1, 0, 2e-6, (0, 1), via_host=True))
-        )
+        links = (Link(0, 1, 1e-5, (0,)), Link(1, 0, 2e-6, (0, 1), via_host=True))
+        self.assertEqual(machine.links, links)
         self.assertEqual((machine.addition_bandwidth, machine.serial_reduction), (7.0, False))
         other = Route(0, 1, [Resource("bus", 2e9)])
         with self.assertRaisesRegex(ValueError, "bandwidth of 'bus' must be 2.*got 1.* link 1→0"):

@@ -26,7 +26,7 @@ import tfcdo
 from tfcdo import tf_internals, virtual_devices
 from tfcdo.bench import results, worker_pool
 from tfcdo.bench.results import ALONE
-from tfcdo.launch import cluster
+from tfcdo.cluster.config import reserved_ports, tf_config
 
 _WIRES = ("bfloat16", "int8")
 # Seconds for a step; tracing its graph takes a minute on a busy machine.
@@ -69,10 +69,10 @@ def run(
     }
     command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts"]
     command += [str(num_devices), str(num_blocks)]
-    with cluster.reserved_ports(num_workers) as addresses:
+    with reserved_ports(num_workers) as addresses:
         variables = [
             {
-                "TF_CONFIG": cluster.tf_config(addresses, index),
+                "TF_CONFIG": tf_config(addresses, index),
                 "TF_CPP_MIN_LOG_LEVEL": "2",
                 "CUDA_VISIBLE_DEVICES": "",
             }

@@ -1,11 +1,14 @@
-"""Reading and checking a process's description of its cluster, before any server starts."""
+"""A process's description of its cluster, TF_CONFIG: reading, checking and making it."""
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
+import json
 import os
+import socket
 import urllib.parse
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated, Any
 
 import msgspec
@@ -153,3 +156,26 @@ def split_address(address: Any) -> tuple[str, int]:
             f"an address in a cluster must be 'host:port' with a port from 1 to 65535; "
             f"got {address!r}"
         ) from None
+
+
+def tf_config(addresses: Sequence[str], index: int) -> str:
+    """Returns the value of TF_CONFIG for one worker of a cluster."""
+    return json.dumps(
+        {"cluster": {"worker": list(addresses)}, "task": {"type": "worker", "index": index}}
+    )
+
+
+@contextlib.contextmanager
+def reserved_ports(count: int) -> Iterator[tuple[str, ...]]:
+    """Holds free ports of the loopback interface; yields addresses such as "127.0.0.1:40123"."""
+    # Each port stays bound to a socket that does not listen. Linux then gives it to nobody who
+    # asks for any port, but lets a server that names it (with SO_REUSEADDR, as TensorFlow's does)
+    # listen there. So there is no moment at which another process could take it.
+    with contextlib.ExitStack() as stack:
+        addresses = []
+        for _ in range(count):
+            held = stack.enter_context(socket.socket())
+            held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+            held.bind(("127.0.0.1", 0))
+            addresses.append(f"127.0.0.1:{held.getsockname()[1]}")
+        yield tuple(addresses)

@@ -23,6 +23,8 @@ from tfcdo.plan.copy_tree import CopyTree
 
 # A value's part on each node; None for a node without one.
 Parts = Sequence[tf.IndexedSlices | None]
+# Ops that make indices of which no two are equal.
+_UNIQUE = ("Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
 
 
 def reduce_up(
@@ -132,6 +134,25 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
             tf.math.segment_max(in_order, number),
             parts[0].dense_shape,
         )
+
+
+def are_unique(value: Any) -> bool:
+    """Returns whether a value is slices whose indices differ, as a lookup of sparse ids makes them.
+
+    One device would have added the rows of all replicas with equal indices. False if run eagerly.
+    """
+    if not isinstance(value, tf.IndexedSlices) or not tf.is_symbolic_tensor(value.indices):
+        return False
+    op = value.indices.op
+    while op.type in ("Identity", "Reshape", "Cast"):
+        op = op.inputs[0].op
+    return op.type in _UNIQUE
+
+
+def add_equal(value: tf.IndexedSlices) -> tf.IndexedSlices:
+    """Adds rows of equal indices, where the rows are."""
+    added = add([value], value.values.device)
+    return tf.IndexedSlices(tf.cast(added.values, value.dtype), added.indices, value.dense_shape)
 
 
 def to_tensors(slices: Iterable[tf.IndexedSlices]) -> list[tf.Tensor]:

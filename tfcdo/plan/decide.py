@@ -375,17 +375,14 @@ def _on_one_device(
     """Reduces on one node: all values in one pack where it is a replica's, else each on its own."""
     root = batch.requests[0].to[0] if batch.root is None else batch.root
     tree = copy_tree.star(len(batch.nodes), root)
+    what = "accumulation_fn is called" if batch.user else "everything is summed"
+    why = f"{what} on {batch.nodes[root]}"
     if batch.is_all_reduce and root < batch.replicas and not batch.user and not batch.stays_rows:
         options = dataclasses.replace(
             options, algorithm=(tree,), packing=PackingOptions(1), nccl="never"
         )
         packs, _, _ = _all_reduced(batch, options, machine)
-        return packs, "one_device", f"everything is summed on {batch.nodes[root]}"
-    why = (
-        f"accumulation_fn is called on {batch.nodes[root]}"
-        if batch.user
-        else f"reduce_to_device is {batch.nodes[root]}, not one of the devices"
-    )
+        return packs, "one_device", why
     if batch.stays_rows:
         return _rows(batch, options, machine, tree), "one device", why
     alone = []

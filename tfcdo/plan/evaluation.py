@@ -108,7 +108,7 @@ class Evaluation:
     def from_json(cls, text: str | bytes) -> Evaluation:
         """Reads a text of `to_json`, or raises `ValueError`; times are taken as they are."""
         try:
-            content = serialization.upgraded(msgspec.json.decode(text))
+            content = serialization.of_this_format(msgspec.json.decode(text))
             document = msgspec.convert(content, PlanDocument)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not a plan as `tfcdo plan --save` writes it: {error}") from None

@@ -22,7 +22,7 @@ from tfcdo.cache_folder import write_whole
 from tfcdo.topology import detection
 from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.serialization import FORMAT, TopologyDocument, upgraded
+from tfcdo.topology.serialization import FORMAT, TopologyDocument, of_this_format
 from tfcdo.topology.topology import Topology
 
 # Floats of a tensor that is copied or added: more than caches hold, of a few devices.
@@ -321,7 +321,7 @@ def parse(content: bytes) -> Measured:
     if not isinstance(read, dict) or "date" not in read:
         return Measured(Topology.from_json(content.decode()), "")
     try:
-        document = msgspec.convert(upgraded(read), _MeasuredDocument)
+        document = msgspec.convert(of_this_format(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
     return Measured(Topology.from_document(document.topology), document.date, document.nccl)

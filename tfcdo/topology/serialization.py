@@ -17,16 +17,6 @@ from tfcdo.topology import links
 
 # The format of the files of topologies, plans and measurements that this version writes.
 FORMAT = 2
-# Fields of format 1, which files do not say: their names now; "" for those that nothing reads.
-_FORMER = {
-    "detour": "via_host",
-    "shared_adder": "serial_reduction",
-    "memory_bandwidth": "",
-    "op_seconds": "",
-    "allocation_bandwidth": "",
-    "origin": "",
-    "format": "",
-}
 
 # No GPU has more NVLinks than this; where a row adds up to more, a switch hands them out.
 _MAX_NVLINKS = 18
@@ -94,7 +84,7 @@ def decode(text: str) -> TopologyDocument:
     """Reads a JSON text that `encode` or a person has written; raises `ValueError` for others."""
     content = None
     try:
-        content = upgraded(json.loads(text))
+        content = of_this_format(json.loads(text))
         return msgspec.convert(content, TopologyDocument)
     except json.JSONDecodeError as error:
         raise ValueError(f"not a JSON text: {error}") from error
@@ -104,24 +94,12 @@ def decode(text: str) -> TopologyDocument:
         raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
 
 
-def upgraded(content: Any) -> Any:
-    """Returns a file's content as one of this format has it; a newer one is a `ValueError`."""
-    found = content.get("format", 1) if isinstance(content, dict) else FORMAT
-    if not isinstance(found, int) or found == FORMAT:
-        return content
-    if not 0 < found < FORMAT:
-        newer = "; a newer version of tfcdo has written it: update tfcdo" if found > 0 else ""
-        raise ValueError(f"format must be from 1 to {FORMAT}; got {found}{newer}")
-    return _renamed(content)
-
-
-def _renamed(content: Any) -> Any:
-    if isinstance(content, list):
-        return [_renamed(each) for each in content]
-    if not isinstance(content, dict):
-        return content
-    names = {name: _FORMER.get(name, name) for name in content}
-    return {new: _renamed(content[name]) for name, new in names.items() if new}
+def of_this_format(content: Any) -> Any:
+    """Returns a file's content; one that another version of tfcdo has written is a `ValueError`."""
+    found = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
+    if isinstance(found, int) and found != FORMAT:
+        raise ValueError(f"format must be {FORMAT}; got {found}, of another version of tfcdo")
+    return content
 
 
 def _explain(message: str, content: Any) -> str:

@@ -217,6 +217,7 @@ def apply(
     optimizer: Any, own: updates.Call, grads: Sequence[Any], variables: Sequence[Any] | None
 ) -> Any:
     """Applies gradients of this replica as `updates` does; meets other hosts if it is time to."""
+    variables = None if variables is None else list(variables)
     update = functools.partial(updates.apply, optimizer, own, grads)
     here, strategy = step.current(), tf.distribute.get_strategy()
     outer = getattr(strategy.extended, "outer", None)

@@ -85,12 +85,32 @@ def whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
     return _taken(here, functools.partial(own, **kwargs), shape, args)
 
 
+def categorical(
+    own: Function, logits: Any, num_samples: Any, dtype: Any = "int64", seed: Any = None
+) -> Any:
+    """Stands for `categorical`: draws the rows that one device would draw."""
+    here = _step_of_rows(logits.shape[0], multiples=True)
+    if here is None:
+        return own(logits, num_samples, dtype, seed)
+    rows = tf.shape(logits)[0]
+    before, total = _place(here, rows)
+    # What is drawn for a row depends on its place and its own logits.
+    whole = tf.pad(logits, [[before, total - before - rows], [0, 0]])
+    return own(whole, num_samples, dtype, seed)[before : before + rows]
+
+
 def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    per_row = rows // _as(here.present_rows, rows)
-    total = _as(here.total, per_row) * per_row
-    before = _as(here.before, per_row) * per_row
+    before, total = _place(here, rows)
     return draw([total, *others], *args)[before : before + rows]
+
+
+def _place(here: ReplicaStep, rows: Any) -> tuple[Any, Any]:
+    """Returns where this replica's rows begin in the whole batch, and how many this has."""
+    per_row = rows // _as(here.present_rows, rows)
+    before, total = (_as(count, per_row) * per_row for count in (here.before, here.total))
+    end = before + rows  # The row of a stand-in may come after all others.
+    return before, tf.maximum(total, end) if tf.is_tensor(end) else max(total, end)
 
 
 def _as(count: Any, like: Any) -> Any:

@@ -167,8 +167,8 @@ class ReplicaExtended:
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
-            if some_may_be_empty:
-                statistics.adopt(steps)
+            if is_keras and some_may_be_empty:
+                statistics.adopt(self, steps)
         return result
 
     def _is_to_divide(self, batch: Any) -> bool:
@@ -222,7 +222,7 @@ class ReplicaExtended:
         is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
         *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
         return [
-            ReplicaStep(index, replicas, rows[at], befores[at], total, is_even)
+            ReplicaStep(index, replicas, rows[at], befores[at], total, rows, is_even)
             for index, at in enumerate(range(first, first + len(devices)))
         ]
 

@@ -60,7 +60,7 @@ def install() -> None:
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
     for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
         extend(keras_internals.RANDOM, name, draws.whole_batch)
-    for name in ("dropout", "uniform", "normal"):
+    for name in ("dropout", "uniform", "normal", "categorical"):
         extend(keras_internals.RANDOM, name, getattr(draws, name))
     extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
     extend(keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled)
@@ -105,6 +105,13 @@ def _extended_of(optimizer: Any) -> Any:
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
+        steps = optimizer.gradient_accumulation_steps
+        if steps and not keras_internals.accumulates_parts(optimizer):
+            raise ValueError(
+                f"gradient_accumulation_steps must be None with shard_optimizer_state=True for an "
+                f"optimizer with an `apply` of its own, {type(optimizer).__name__}, which would "
+                f"get each replica's part of a gradient; got {steps}"
+            )
         sharding.assign_owners(extended, variables)
     own(optimizer, variables)
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
@@ -115,7 +122,7 @@ def _add_slot(
 ) -> Any:
     extended, device = _extended_of(optimizer), None
     if extended is not None and not keras_internals.is_overwritten(reference_variable):
-        if name == "gradient_accumulator":
+        if name == "gradient_accumulator" and keras_internals.accumulates_parts(optimizer):
             return keras_internals.accumulator_like(optimizer, reference_variable)
         # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
         if extended.shard_optimizer_state and name != "average":

@@ -11,6 +11,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
+from tfcdo.execute import rows
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.plan.packing import deal_owners
 from tfcdo.training import step
@@ -66,7 +67,10 @@ def update(
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
-    sums = list(owned.sums)
+    sums = [
+        rows.add_equal(total) if rows.are_unique(tf_internals.components(grad)[0]) else total
+        for total, grad in zip(owned.sums, grads, strict=True)
+    ]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []

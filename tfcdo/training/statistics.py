@@ -84,23 +84,32 @@ def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any
     return tf.cast(result, variable.dtype)
 
 
-def adopt(steps: Sequence[step.ReplicaStep]) -> None:
-    """Has replicas without examples take the mean of the others' new statistics, on this host."""
+def adopt(extended: Any, steps: Sequence[step.ReplicaStep]) -> None:
+    """Has replicas without examples take the mean of the others' new statistics, of all hosts."""
     written = {key: one for here in steps for key, one in here.writes.items()}
     statistics = [one for one in written.values() if is_averaged(one)]
-    if not statistics or len(steps) == 1:
+    replicas = steps[0].replicas
+    if not statistics or replicas == 1:
         return
     have = [tf.cast(here.has_rows, tf.bool) for here in steps]
+    count = tf.add_n([tf.cast(rows > 0, tf.float64) for rows in steps[0].rows_of_all])
 
     def take() -> None:
         weights = [tf.cast(one, tf.float64) for one in have]
-        for variable in statistics:
-            own = [component.read_value() for component in variable.values]
-            parts = [tf.cast(one, tf.float64) * w for one, w in zip(own, weights, strict=True)]
-            mean = tf.cast(tf.add_n(parts) / tf.add_n(weights), variable.dtype)
+        values = [[one.read_value() for one in variable.values] for variable in statistics]
+        sums = [
+            tf.add_n([tf.cast(one, tf.float64) * w for one, w in zip(own, weights, strict=True)])
+            for own in values
+        ]
+        if replicas > len(steps):
+            of_hosts = [step.of_host(one, extended.worker_devices) for one in sums]
+            of_all = extended.batch_reduce_to("SUM", [(one, one) for one in of_hosts])
+            sums = [tf_internals.components(one)[0] for one in of_all]
+        for variable, own, total in zip(statistics, values, sums, strict=True):
+            mean = tf.cast(total / count, variable.dtype)
             step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
 
-    some_empty = tf.logical_and(tf.reduce_any(have), tf.logical_not(tf.reduce_all(have)))
+    some_empty = tf.logical_and(count > 0, count < replicas)
     tf.cond(some_empty, take, lambda: None)
 
 

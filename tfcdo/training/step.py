@@ -34,6 +34,7 @@ class ReplicaStep:
     rows: Any = None  # The number of this replica's examples.
     before: Any = None  # The number of examples on the replicas before it.
     total: Any = None  # The number of examples on all replicas.
+    rows_of_all: Sequence[Any] = ()  # The number of examples of each replica, on all hosts.
     is_even: bool = False  # All replicas are known to have equally many examples, at least one.
     # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)

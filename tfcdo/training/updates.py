@@ -14,6 +14,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
+from tfcdo.execute import rows
 from tfcdo.training import sharding, step
 
 # Calls the optimizer's own method with gradients and variables.
@@ -28,7 +29,6 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
     if not on_replica or here is None or here.alone:
         return own(grads, variables)
     grads = list(grads)
-    variables = None if variables is None else list(variables)
     _check_made_here(optimizer, strategy, variables)
     if not grads:
         return own(grads, variables)
@@ -46,7 +46,7 @@ def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[A
         return own(grads, variables)  # Keras raises the error.
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
-    if not shards and not any(leaf.gradient_accumulation_steps for leaf in leaves):
+    if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
         with step.changed(alone=True, counts_after=_last_of(sums)):
             return own(sums, variables)
@@ -88,7 +88,12 @@ def summed(
     if at:
         paths = [keras_internals.path_of(variables[i]) for i in at]
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
-        results.update(zip(at, sums, strict=True))
+        for i, total in zip(at, sums, strict=True):
+            results[i] = total
+            if rows.are_unique(tf_internals.components(grads[i])[0]):
+                devices = strategy.extended.worker_devices
+                parts = tf_internals.components(total)
+                results[i] = step.on_each(devices, rows.add_equal, parts)
     return [results.get(i) for i in range(len(grads))]
 
 
@@ -105,11 +110,11 @@ def _largest(
     if not at:
         return {}
     on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
-    rows = [
+    as_rows = [
         on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
         for i in at
     ]
-    of_all = strategy.extended.gather_rows(rows)
+    of_all = strategy.extended.gather_rows(as_rows)
     largest = (
         on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
     )
