@@ -11,21 +11,23 @@ from __future__ import annotations
 import functools
 import itertools
 import os
-import secrets
 import types
 from typing import Any
 
+import hypothesis
 import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from hypothesis import strategies as st
 from keras_training import is_own_of_each
 
 import tfcdo
 
 EXAMPLES = int(os.environ.get("TFCDO_PROGRAMS", "25"))
 DRAWN_ANEW = "TFCDO_PROGRAMS" in os.environ
+_PARTS = 5  # Each worker of pytest may take some.
 TOLERANCES = {"float32": 2e-5, "float64": 1e-6}  # Parts of the largest value.
 
 # The values of arguments from which one is drawn.
@@ -47,7 +49,7 @@ _OPTIMIZERS = [
 ]
 # The shape of an example of each model. Words repeat in a batch.
 _SHAPES = {"dense": [6], "convolutional": [6, 6, 2], "recurrent": [5, 3], "attention": [4, 6]}
-_SHAPES |= {"words": [5], "words_recurrent": [5]}
+_SHAPES |= {"words": [5], "words_recurrent": [5], "sparse": [6]}
 Case = types.SimpleNamespace  # A drawn program.
 
 
@@ -80,8 +82,9 @@ def draw_case(seed: int) -> Case:
     batch = int(rng.integers(2, 13))
     steps = int(rng.integers(2, 6))
     examples = batch * steps - (int(rng.integers(batch)) if chance(0.7) else 0)
-    eager = chance(0.15)
-    jit = not eager and chance(0.06)
+    sparse = model == "sparse"  # Equal to one device in graphs, which XLA cannot compile.
+    eager = not sparse and chance(0.15)
+    jit = not (eager or sparse) and chance(0.06)
     if jit and not DRAWN_ANEW:  # XLA compiles for each replica: most of the time of all programs.
         replicas = min(replicas, 2)
     last = examples % batch or batch
@@ -176,6 +179,8 @@ def _layers(case: Case) -> tuple[keras.KerasTensor, keras.KerasTensor]:
         # An output for each step has a mask, if there is one.
         options = {"kernel_regularizer": regularizer, "return_sequences": True}
         return inputs, cell(4, dropout=case.dropout, **options)(x)
+    if case.model == "sparse":
+        x = layers.Lambda(tf.sparse.from_dense)(x)
     if are_words:
         x = layers.Flatten()(layers.Embedding(9, 3, embeddings_regularizer=regularizer)(x))
     x = layers.Dense(5, use_bias=use_bias, kernel_regularizer=regularizer)(x)
@@ -221,6 +226,8 @@ def _data(case: Case) -> tuple[np.ndarray, Any, Any]:
         inputs = rng.integers(1, 9, shape)
     else:
         inputs = rng.normal(size=shape).astype(floatx)
+    if case.model == "sparse":
+        inputs = np.maximum(inputs, 0)
     if case.masked:  # Sentences of 1 to 5 words.
         inputs[np.arange(5) >= rng.integers(1, 6, case.examples)[:, None]] = 0
     steps = [5] if case.model.endswith("recurrent") else []
@@ -274,31 +281,58 @@ def trained(case: Case, replicas: int) -> dict[str, list[np.ndarray]]:
     return results
 
 
-def differences(case: Case) -> list[str]:
-    """Trains a case on one device and on its replicas; returns what differs, and by how much."""
+def compare(case: Case) -> tuple[float, list[str]]:
+    """Trains a case on one device and on its replicas.
+
+    Returns:
+      The largest difference, a part of the largest value; and what differs by too much.
+    """
     expected, actual = trained(case, 0), trained(case, case.replicas)
-    found = []
+    found, differences = [], []
     # Slots of the optimizer may have other names.
     for (name, [one]), components in zip(expected.items(), actual.values(), strict=True):
         if any(own.tobytes() != components[0].tobytes() for own in components):
             found.append(f"{name}: replicas differ")
         largest = max(np.abs(one).max(initial=0), 1e-3)
         difference = np.abs(components[0].astype(np.float64) - one).max(initial=0) / largest
+        differences.append(float(difference))
         if not difference <= TOLERANCES[keras.config.floatx()]:
             found.append(f"{name}: {difference:.2g}")
-    return found
+    return max(differences), found
 
 
 class ProgramsTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(*range(EXAMPLES))
-    def test_as_on_one_device(self, number):
-        case = draw_case(secrets.randbits(32)) if DRAWN_ANEW else chosen_cases()[number]
-        found = differences(case)
-        if found and not any("replicas differ" in one for one in found):
-            self.addCleanup(keras.config.set_floatx, keras.config.floatx())
-            keras.config.set_floatx("float64")
-            found = differences(case)
-        self.assertEmpty(found, str(case))
+    @parameterized.parameters(*range(_PARTS))
+    def test_as_on_one_device(self, part):
+        differences = []
+
+        @hypothesis.settings(
+            max_examples=-(-EXAMPLES // _PARTS),
+            deadline=None,
+            database=None,
+            # A smaller seed is no simpler program.
+            phases=[hypothesis.Phase.generate if DRAWN_ANEW else hypothesis.Phase.explicit],
+        )
+        @hypothesis.given(st.integers(part * 2**29, (part + 1) * 2**29 - 1))
+        def train(seed: int) -> None:
+            case, floatx = draw_case(seed), keras.config.floatx()
+            largest, found = compare(case)
+            if found and not any("replicas differ" in one for one in found):
+                keras.config.set_floatx("float64")
+                try:
+                    largest, found = compare(case)
+                finally:
+                    keras.config.set_floatx(floatx)
+            self.assertEmpty(found, str(case))
+            differences.append(largest)
+
+        for case in () if DRAWN_ANEW else chosen_cases()[part::_PARTS]:
+            train = hypothesis.example(case.seed)(train)
+        train()
+        print(
+            f"The largest of {len(differences)} programs' differences from one device: "
+            f"{max(differences):.1e}"
+        )
 
 
 if __name__ == "__main__":
