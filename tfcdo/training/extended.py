@@ -151,8 +151,8 @@ class ReplicaExtended:
         several = replicas > 1 or self.outer is not None
         steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
-        some_may_be_empty = any(here.can_be_empty for here in steps)
-        if not is_keras and some_may_be_empty:
+        some_can_be_empty = steps[0].some_can_be_empty
+        if not is_keras and some_can_be_empty:
             begin += [_none_empty(steps)]
         # Else a replica whose iterator has ended would stop after some of the others' updates.
         all_have_data = [tf.group(*begin)] if begin and not tf.executing_eagerly() else []
@@ -167,7 +167,7 @@ class ReplicaExtended:
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)
-            if is_keras and some_may_be_empty:
+            if is_keras and some_can_be_empty:
                 statistics.adopt(self, steps)
         return result
 

@@ -45,7 +45,7 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
     def _or(self, value: Any, instead: Callable[[], tf.Tensor]) -> Any:
         """Returns a value, or one that changes nothing where a step has no examples here."""
         here = step.current_several()
-        if here is None or here.alone or here.reports or not here.can_be_empty:
+        if here is None or here.alone or here.reports or not here.some_can_be_empty:
             return value
         if self.is_shared:
             return value

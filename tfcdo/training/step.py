@@ -53,6 +53,11 @@ class ReplicaStep:
         return self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0)
 
     @property
+    def some_can_be_empty(self) -> bool:
+        """Returns whether a replica of any host may have no examples: the same on all hosts."""
+        return not all(isinstance(rows, int) and rows > 0 for rows in self.rows_of_all)
+
+    @property
     def has_rows(self) -> Any:
         """Returns whether this replica has examples: a bool or a 0-D tensor."""
         return self.rows > 0
