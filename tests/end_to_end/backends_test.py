@@ -22,6 +22,10 @@ import tfcdo
 _EXAMPLE = pathlib.Path(__file__).absolute().parents[2] / "examples" / "backends.py"
 
 
+def setUpModule() -> None:
+    tfcdo.configure_virtual_cpus(4)  # As the example does, which may come later.
+
+
 @functools.cache
 def losses_of_one() -> list[float]:
     """Runs the example on one device."""
