@@ -15,6 +15,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+import tensorflow_quirks
 from absl.testing import parameterized
 from bench_testing import (
     TF_HIERARCHICAL,
@@ -179,6 +180,10 @@ class StepTest(tf.test.TestCase):
 
 
 class UpdatesTest(tf.test.TestCase):
+    def setUp(self):
+        super().setUp()
+        tensorflow_quirks.keep_collectives_apart()  # Where pytest does not, by its conftest.py.
+
     def test_steps_of_all_reduce_plus_update_take_turns(self):
         names = ["tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy"]
         names += ["shard_optimizer_state=True"]
