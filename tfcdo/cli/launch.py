@@ -19,7 +19,6 @@ from rich.text import Text
 
 from tfcdo.cli import options
 from tfcdo.cluster import config, worker
-from tfcdo.cluster.config import reserved_ports, tf_config
 from tfcdo.launch import supervisor
 
 _MOST_WORKERS = 256
@@ -270,7 +269,7 @@ def _workers(
     """Gives the workers of one run; on one machine, with free ports and a token of their own."""
     with contextlib.ExitStack() as stack:
         if place is None:
-            addresses = stack.enter_context(reserved_ports(count))
+            addresses = stack.enter_context(config.reserved_ports(count))
             place = Place(addresses, range(count), 0, count)
             # It keeps out workers that an earlier run has left.
             token = worker.cluster_token() or secrets.token_hex(16)
@@ -281,7 +280,7 @@ def _workers(
             name = f"worker {number}"
             prefix = f"{name:{width}} | "
             shown, shown_errors = (_coloured(prefix, number, s) for s in (sys.stdout, sys.stderr))
-            own = {"TF_CONFIG": tf_config(place.addresses, number), **variables}
+            own = {"TF_CONFIG": config.tf_config(place.addresses, number), **variables}
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[place.first_here + turn]
             specs.append(supervisor.WorkerSpec(name, shown, shown_errors, own))

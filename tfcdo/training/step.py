@@ -50,12 +50,12 @@ class ReplicaStep:
     @property
     def can_be_empty(self) -> bool:
         """Returns whether this replica may have no examples, and a stand-in for one."""
-        return self.rows is not None and not (isinstance(self.rows, int) and self.rows > 0)
+        return self.rows is not None and _can_be_zero(self.rows)
 
     @property
     def some_can_be_empty(self) -> bool:
         """Returns whether a replica of any host may have no examples: the same on all hosts."""
-        return not all(isinstance(rows, int) and rows > 0 for rows in self.rows_of_all)
+        return any(map(_can_be_zero, self.rows_of_all))
 
     @property
     def has_rows(self) -> Any:
@@ -116,6 +116,10 @@ class ReplicaStep:
         if value.shape[0] is not None:
             return value
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
+
+
+def _can_be_zero(rows: Any) -> bool:
+    return not (isinstance(rows, int) and rows > 0)
 
 
 class _Now(threading.local):
