@@ -87,19 +87,19 @@ RAY := .venv-ray/bin
 ray-test: .venv-ray/.installed ## Kill, lose and add workers of a training on Ray Train
 	@PYTHONPATH=.:tests/helpers $(RAY)/python tests/end_to_end/ray_test.py
 
-.venv-ray/.installed: pyproject.toml
+.venv-ray/.installed: pyproject.toml | $(BIN)/uv
 	@[ -x $(RAY)/python ] || $(PYTHON) -m venv .venv-ray
-	@$(RAY)/pip install -q --disable-pip-version-check -e '.[ray,cli]'
+	@$(call install,.venv-ray,--editable '.[ray]' --editable '.[cli]')
 	@touch $@
 
 bench: $(VENV)/.installed-dev ## Measure everything on this machine, alone on it: docs/performance.md
 	@$(BIN)/python tools/performance.py
 
 THIRD_PARTY := .venv-third-party/bin
-third-party: ## Run programs of other libraries under both strategies: docs/third-party.md
+third-party: | $(BIN)/uv ## Run programs of other libraries under both strategies: docs/third-party.md
 	@[ -x $(THIRD_PARTY)/python ] || $(PYTHON) -m venv .venv-third-party
-	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check -r tools/third_party.txt -e .
-	@$(THIRD_PARTY)/pip install -q --disable-pip-version-check --no-deps tf-models-official==2.20.0
+	@$(call install,.venv-third-party,-r tools/third_party.txt --editable .)
+	@$(call install,.venv-third-party,--no-deps tf-models-official==2.20.0)
 	@$(THIRD_PARTY)/python tools/third_party.py $(PROGRAMS)
 
 clean: ## Remove .venv and all that the other targets made
@@ -115,17 +115,17 @@ $(BIN)/python:
 	@echo "Making $(VENV) with $$($(PYTHON) -V)"
 	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
 
-# pip's own output is hundreds of lines, or none at all with -q: one word a package is enough.
-$(VENV)/.installed-%: pyproject.toml | $(BIN)/python
+# uv takes seconds for what takes pip a minute. It knows nothing of pip's settings, such as the
+# address of a mirror: where it fails, pip installs. $(call install,FOLDER OF ENVIRONMENT,ARGUMENTS)
+install = $(BIN)/uv pip install --python $(1)/bin/python $(2) 2>&1 | grep --line-buffered -v '^ [+~-] ' || { \
+	  echo "uv failed; pip tries, with its own settings"; $(1)/bin/python -m pip install -q --disable-pip-version-check $(2); }
+
+$(BIN)/uv: | $(BIN)/python
+	@$(BIN)/pip install -q --disable-pip-version-check uv
+
+$(VENV)/.installed-%: pyproject.toml | $(BIN)/uv
 	@echo "Installing tfcdo[$*] in $(VENV) (once; TensorFlow alone is about 600 MB):"
-	@$(BIN)/pip install --disable-pip-version-check --progress-bar off --editable '.[$*]' \
-	  | while read -r verb what _; do \
-	      case "$$verb $$what" in \
-	        "Downloading "*.whl | "Using cached "*) name=$${what##*/}; printf ' %s' "$${name%%-*}" ;; \
-	        "Installing collected") printf '\n... unpacking' ;; \
-	      esac; \
-	    done
-	@echo " done"
+	@$(call install,$(VENV),--editable '.[$*]')
 	@touch $@
 	@[ $* != dev ] || { touch $(VENV)/.installed-demo; $(MAKE) --no-print-directory test-path; }
 
