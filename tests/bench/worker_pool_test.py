@@ -1,6 +1,5 @@
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
 import sys
@@ -9,6 +8,7 @@ import time
 import psutil
 import warm_python
 from absl.testing import absltest
+from launch_testing import is_running
 
 from tfcdo.bench import worker_pool
 
@@ -65,16 +65,9 @@ class WorkerPoolTest(absltest.TestCase):
         pids = [int(pid) for pid in warm_python.run_cold("-c", script).stdout.split()]
         self.assertLen(pids, 2)
         deadline = time.monotonic() + 60
-        while any(map(_is_running, pids)):
+        while any(map(is_running, pids)):
             self.assertLess(time.monotonic(), deadline, "workers are left")
             time.sleep(0.05)
-
-
-def _is_running(pid: int) -> bool:
-    """Returns whether a process runs; one that nobody has reaped does not."""
-    with contextlib.suppress(psutil.NoSuchProcess):
-        return psutil.Process(pid).status() != psutil.STATUS_ZOMBIE
-    return False
 
 
 if __name__ == "__main__":
