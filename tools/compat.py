@@ -1,15 +1,14 @@
 """Runs the same work through TensorFlow's classes and tfcdo's: `make compat` makes docs/compat.md.
 
 The work is trainings (`compat_trainings`) and single calls (`compat_cases`). Each library has a
-process of its own, and a new one follows a crash or a hang. Some of the trainings are README.md's
-table.
+process of its own, and a new one follows a crash or a hang.
 """
 
 from __future__ import annotations
 
-import functools
+import re
 import sys
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import compat_cases
@@ -19,7 +18,7 @@ import pages
 import tensorflow as tf
 from compat_cases import CASES
 from compat_trainings import TRAININGS
-from pages import MAX_CELL, Row, escaped
+from pages import Row
 
 import tfcdo
 from tfcdo.bench import worker_pool
@@ -27,18 +26,13 @@ from tfcdo.bench import worker_pool
 SECONDS = 600.0  # That a case may take.
 LIBRARIES = ("TensorFlow", "tfcdo")
 WORK = {**TRAININGS, **CASES}
-# The trainings that a user meets first, with the names that some have in README.md's table.
-FIRST = {
+# The rows of README.md's table, by the training.
+README = {
     "`global_clipnorm`": "`global_clipnorm`",
     "`gradient_accumulation_steps`": "`gradient_accumulation_steps`",
     "`Dropout`": "`Dropout`",
     "a last batch of 7 examples, a dense model": "a last batch that does not divide",
-    "a first batch that does not divide": "",
     "sentences with a mask": "padded sentences with a mask",
-    "an embedding of repeated words, `Adam`": "",
-    "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds": "",
-    "`jit_compile=True`": "",
-    "`BatchNormalization()`": "",
 }
 # By the name of a case: TensorFlow's and tfcdo's.
 Rows = Mapping[str, tuple[Row, ...]]
@@ -51,15 +45,12 @@ class Library:
         self._name = name
 
     def run(self, name: str) -> Row:
-        case = WORK[name]
-        module = compat_cases if isinstance(case, compat_cases.Case) else compat_trainings
-        return module.row(case, self._name)
+        return WORK[name].row(self._name)
 
 
 def parts(rows: Rows) -> dict[str, Iterable[str]]:
     """Makes the lines of each part of the page."""
     trained, called = (_good(rows, cases) for cases in (TRAININGS, CASES))
-    texts = (row.text for pair in rows.values() for row in pair if len(row.text) > MAX_CELL)
     return {
         "counts": [
             f"tfcdo gives the results of one device in {trained[1]} of {len(TRAININGS)} trainings,",
@@ -69,12 +60,8 @@ def parts(rows: Rows) -> dict[str, Iterable[str]]:
             f"Made by `make compat` on virtual CPU devices with TensorFlow {tf.__version__},",
             f"Keras {keras.__version__} and tfcdo {tfcdo.__version__}.",
         ],
-        "first": _table(
-            (name, *(f"{row.mark} {row.result}" for row in rows[name])) for name in FIRST
-        ),
-        "trainings": _folded(compat_trainings.SUBJECTS, rows),
-        "calls": _folded(compat_cases.SUBJECTS, rows),
-        "messages": (f"* {escaped(text)}" for text in dict.fromkeys(texts)),
+        "trainings": _tables(compat_trainings.SUBJECTS, rows),
+        "calls": _tables(compat_cases.SUBJECTS, rows),
     }
 
 
@@ -84,27 +71,20 @@ def _good(rows: Rows, names: Iterable[str]) -> list[int]:
     return [sum(row.mark == "✓" for row in side) for side in sides]
 
 
-def _folded(subjects: Mapping[str, Mapping[str, Any]], rows: Rows) -> Iterator[str]:
-    """Yields a table for each subject, with the numbers of its good rows as the title."""
+def _tables(subjects: Mapping[str, Mapping[str, Any]], rows: Rows) -> Iterator[str]:
+    """Yields a table for each subject, with the numbers of its good rows in the heading."""
     for subject, names in subjects.items():
-        theirs, ours = _good(rows, names)
-        yield "<details>"
-        yield (
-            f"<summary>{subject}: TensorFlow {theirs} of {len(names)}, "
-            f"tfcdo {ours} of {len(names)}</summary>\n"
-        )
-        yield from _table((name, *(row.cell for row in rows[name])) for name in names)
-        yield "\n</details>\n"
+        theirs, ours = (f"{good} of {len(names)}" for good in _good(rows, names))
+        cells = ((name, *(row.cell for row in rows[name])) for name in names)
+        yield from pages.table(f"{subject} | TensorFlow: {theirs} | tfcdo: {ours}", cells)
+        yield ""
 
 
-_table = functools.partial(pages.table, "case | TensorFlow | tfcdo")
-
-
-def readme_table(rows: Rows) -> Iterator[str]:
-    """Makes the lines of README.md's table."""
-    head = f"The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo"
-    named = ((label, *(row.result for row in rows[name])) for name, label in FIRST.items() if label)
-    return pages.table(head, named)
+def readme_rows(rows: Rows) -> Iterator[Sequence[str]]:
+    """Yields the cells of README.md's rows."""
+    for name, label in README.items():
+        # The first number, or the kind of the error.
+        yield label, *(re.split("[,:]", row.text)[0] for row in rows[name])
 
 
 def _measure(library: str) -> Iterator[Row]:
@@ -120,7 +100,8 @@ def main() -> None:
     rows = dict(zip(WORK, zip(*map(_measure, LIBRARIES)), strict=True))
     for name, lines in parts(rows).items():
         pages.replace("docs/compat.md", f"compat.py, {name}", lines)
-    pages.replace("README.md", "compat.py", readme_table(rows))
+    head = f"The program has | TensorFlow {tf.__version__}, Keras {keras.__version__} | tfcdo"
+    pages.replace("README.md", "compat.py", pages.table(head, readme_rows(rows)))
 
 
 if __name__ == "__main__":

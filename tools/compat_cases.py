@@ -42,6 +42,20 @@ class Case:
     op: Any = SUM
     refused: str = ""  # The argument that a `ValueError` or `TypeError` must name.
 
+    def row(self, library: str) -> Row:
+        """Runs the case with the classes of one library."""
+        module = cross_device_ops if library == "TensorFlow" else tfcdo
+        try:
+            result = self.call(self, self.make(module))
+        except Exception as error:
+            clear = isinstance(error, (ValueError, TypeError)) and self.refused in str(error)
+            return Row("✓" if self.refused and clear else "✗", error_text(error))
+        if self.refused:
+            return Row("✗", f"accepts it and gives {result}")
+        if result == self.expected:
+            return Row("✓", str(result))
+        return Row("✗", f"{result} instead of {self.expected}")
+
 
 def _read(result: Any) -> Any:
     """Returns what a result holds, if all devices hold the same."""
@@ -214,18 +228,3 @@ SUBJECTS: dict[str, dict[str, Case]] = {
     },
 }
 CASES = {name: case for part in SUBJECTS.values() for name, case in part.items()}
-
-
-def row(case: Case, library: str) -> Row:
-    """Runs a case with the classes of one library."""
-    try:
-        result = case.call(case, case.make(cross_device_ops if library == "TensorFlow" else tfcdo))
-    except Exception as error:
-        text = error_text(error)
-        clear = isinstance(error, (ValueError, TypeError)) and case.refused in str(error)
-        good = bool(case.refused) and clear
-    else:
-        good = not case.refused and result == case.expected
-        text = f"{result}" if good else f"{result} instead of {case.expected}"
-        text = f"accepts it and gives {result}" if case.refused else text
-    return Row("✓" if good else "✗", text)

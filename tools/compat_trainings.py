@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras import layers
 from keras.optimizers import SGD, Adagrad, Adam, AdamW, LossScaleOptimizer, RMSprop
-from pages import Row, error_text
+from pages import Row, error_text, largest_difference
 
 import tfcdo.keras
 
@@ -57,9 +57,10 @@ def dense(*between: Any, **options: Any) -> keras.Model:
     return stack(layers.Dense(4, activation="tanh", **options), *between, layers.Dense(2))
 
 
-def convolutional(*before: Any) -> keras.Model:
+def convolutional(before: Any = None, **options: Any) -> keras.Model:
+    first = [before(**options)] if before else []
     parts = layers.Conv2D(3, 3, activation="tanh"), layers.GlobalAveragePooling2D(), layers.Dense(2)
-    return stack(*before, *parts, shape=(6, 6, 2))
+    return stack(*first, *parts, shape=(6, 6, 2))
 
 
 def recurrent(**options: Any) -> keras.Model:
@@ -91,10 +92,6 @@ def tagger() -> keras.Model:
     embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
     tags = layers.Dense(1, activation="sigmoid")(embedded)
     return keras.Model(inputs, [layers.Dense(1)(embedded), tags])
-
-
-def augmented(layer: Callable[..., Any], **options: Any) -> keras.Model:
-    return convolutional(layer(**options))
 
 
 def dropping() -> keras.Model:
@@ -161,6 +158,36 @@ class Training:
     loop: bool = False  # An own loop instead of `fit`.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
     counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
+
+    def row(self, library: str) -> Row:
+        """Runs the training with one library on all numbers of replicas."""
+        ops = tf.distribute.ReductionToOneDevice()
+        strategy: Any = partial(tf.distribute.MirroredStrategy, cross_device_ops=ops)
+        if library == "tfcdo":
+            strategy = partial(tfcdo.MirroredStrategy, **self.options)
+        found: dict[int, Differences | str] = {}
+        for count in self.counts:
+            devices = [f"CPU:{index}" for index in range(count)]
+            try:
+                found[count] = differences(self, strategy(devices))
+            except Exception as error:
+                found[count] = error_text(error)
+        return self.judge(found)
+
+    def judge(self, found: Mapping[int, Differences | str]) -> Row:
+        """Makes a row of the differences, or errors, by the number of replicas."""
+        errors = {count: text for count, text in found.items() if isinstance(text, str)}
+        if errors:
+            text, good = next(iter(errors.values())), False
+            if len(errors) < len(found):
+                text += f" ({' and '.join(map(str, errors))} replicas)"
+        else:
+            largest = np.max([*found.values()], axis=0)
+            text = ", ".join(f"{number:.0e}" if number else "0" for number in largest)
+            good = bool(np.all(largest <= self.tolerance))
+        if self.reason and not good:
+            return Row("~", f"{text}: {self.reason}")
+        return Row("✓" if good else "✗", text)
 
 
 EMA = partial(SGD, 0.2, use_ema=True, ema_momentum=0.6)
@@ -248,7 +275,7 @@ SUBJECTS: dict[str, dict[str, Training]] = {
         "`GaussianDropout`": Training(lambda: dense(layers.GaussianDropout(0.3))),
         "`AlphaDropout`": Training(lambda: dense(layers.AlphaDropout(0.3))),
         **{
-            f"`{layer.__name__}`": Training(partial(augmented, layer, **options), data=PICTURES)
+            f"`{layer.__name__}`": Training(partial(convolutional, layer, **options), data=PICTURES)
             for layer, options in (
                 (layers.SpatialDropout2D, {"rate": 0.5}),
                 (layers.RandomFlip, {}),
@@ -319,10 +346,10 @@ def differences(training: Training, strategy: tf.distribute.Strategy) -> Differe
         numbers, others = (_evaluate(training, one) for one in (model, other))
     else:
         other, others = _on_one_device(training)
-    weights = zip(model.get_weights(), other.get_weights(), strict=True)
+    sizes = np.maximum(1, np.abs(others))
     return (
-        max(float(np.abs(a - b).max()) for a, b in weights),
-        max(abs(a - b) / max(1, abs(b)) for a, b in zip(numbers, others, strict=True)),
+        largest_difference(model.get_weights(), other.get_weights()),
+        largest_difference(numbers / sizes, others / sizes),
     )
 
 
@@ -371,36 +398,3 @@ def _loop(training: Training, model: keras.Model) -> list[float]:
 
 def _evaluate(training: Training, model: keras.Model) -> list[float]:
     return model.evaluate(*training.data, training.evaluate_batch, verbose=0)
-
-
-def row(training: Training, library: str) -> Row:
-    """Runs a training with one library on all numbers of replicas."""
-    ops = tf.distribute.ReductionToOneDevice()
-    strategy: Any = partial(tf.distribute.MirroredStrategy, cross_device_ops=ops)
-    if library == "tfcdo":
-        strategy = partial(tfcdo.MirroredStrategy, **training.options)
-    found: dict[int, Differences | str] = {}
-    for count in training.counts:
-        devices = [f"CPU:{index}" for index in range(count)]
-        try:
-            found[count] = differences(training, strategy(devices))
-        except Exception as error:
-            found[count] = error_text(error)
-    return judge(training, found)
-
-
-def judge(training: Training, found: Mapping[int, Differences | str]) -> Row:
-    """Makes a row of the differences, or errors, by the number of replicas."""
-    errors = {count: text for count, text in found.items() if isinstance(text, str)}
-    if errors:
-        text, mark = next(iter(errors.values())), "✗"
-        if len(errors) < len(found):
-            text += f" ({' and '.join(map(str, errors))} replicas)"
-    else:
-        pairs = [pair for pair in found.values() if not isinstance(pair, str)]
-        largest = [max(numbers) for numbers in zip(*pairs, strict=True)]
-        text = ", ".join(f"{number:.0e}" if number else "0" for number in largest)
-        mark = "✓" if all(number <= training.tolerance for number in largest) else "✗"
-    if mark == "✗" and training.reason:
-        text, mark = f"{text}: {training.reason}", "~"
-    return Row(mark, text)

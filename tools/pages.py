@@ -10,12 +10,12 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar
 
+import numpy as np
+
 from tfcdo.bench import worker_pool
 
 _Item = TypeVar("_Item")
 ROOT = pathlib.Path(__file__).absolute().parents[1]
-# A table of three such columns fits a screen.
-MAX_CELL = 56
 _MAX_MESSAGE = 140
 
 
@@ -79,20 +79,10 @@ class Row(NamedTuple):
 
     @property
     def cell(self) -> str:
-        """Returns the cell of a table."""
-        return escaped(f"{self.mark} {_shortened(self.text, MAX_CELL)}")
-
-    @property
-    def result(self) -> str:
-        """Returns the first number, or the kind of the error."""
-        return escaped(re.split("[,:]", self.text)[0])
-
-
-def escaped(text: str) -> str:
-    """Returns text for a cell or a line of Markdown."""
-    # Half a pair of backquotes would turn what follows into code.
-    text = text.replace("`", "") if text.count("`") % 2 else text
-    return text.replace("|", "\\|").replace("\n", " ")
+        """Returns the cell of a table of Markdown."""
+        # Half a pair of backquotes would turn what follows into code.
+        text = self.text.replace("`", "") if self.text.count("`") % 2 else self.text
+        return f"{self.mark} {text}".replace("|", "\\|").replace("\n", " ")
 
 
 def error_text(error: Exception) -> str:
@@ -102,8 +92,11 @@ def error_text(error: Exception) -> str:
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
         words = words.replace(name, "")
-    return f"{type(error).__name__}: {_shortened(words, _MAX_MESSAGE)}"
+    words = words if len(words) <= _MAX_MESSAGE else f"{words[: _MAX_MESSAGE - 3]}..."
+    return f"{type(error).__name__}: {words}"
 
 
-def _shortened(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[: most - 3]}..."
+def largest_difference(found: Iterable[Any], expected: Iterable[Any]) -> float:
+    """Returns the largest absolute difference of two lists of arrays; nan if one has a nan."""
+    pairs = zip(found, expected, strict=True)
+    return float(np.max([np.abs(np.subtract(*pair)).max(initial=0.0) for pair in pairs]))

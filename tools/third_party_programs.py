@@ -1,7 +1,7 @@
 """Small programs of other people's libraries, for `python tools/third_party.py`.
 
-Each takes a strategy and returns the numbers that it has learned. Data and initial values are the
-same for all strategies. The weights are those of one replica.
+Each takes a strategy and returns the variables or numbers that it has learned, as a list. Data and
+initial values are the same for all strategies. The weights are those of one replica.
 """
 
 from __future__ import annotations
@@ -31,10 +31,6 @@ def _loop(strategy: tf.distribute.Strategy, step: Callable[..., Any], *arrays: n
         run(batch)
 
 
-def _numbers(values: Any) -> list[np.ndarray]:
-    return [np.asarray(value) for value in values]
-
-
 def _summed_gradients(tape: tf.GradientTape, loss: tf.Tensor, variables: Any) -> Any:
     gradients = tape.gradient(loss, variables)
     return tf.distribute.get_replica_context().all_reduce("sum", gradients)
@@ -44,7 +40,7 @@ def _sum_of_squares(predictions: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
     return tf.reduce_sum(tf.square(predictions - targets)) / BATCH
 
 
-def sonnet(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def sonnet(strategy: tf.distribute.Strategy) -> Any:
     """Trains a Sonnet MLP; the strategy is Sonnet's Replicator with the same cross-device ops."""
     import sonnet as snt
 
@@ -62,10 +58,10 @@ def sonnet(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         optimizer.apply(_summed_gradients(tape, loss, variables), variables)
 
     _loop(strategy, step, FEATURES, TARGETS)
-    return _numbers(model.trainable_variables)
+    return model.trainable_variables
 
 
-def sonnet_tests(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def sonnet_tests(strategy: tf.distribute.Strategy) -> Any:
     """Runs Sonnet's own tests of its Replicator, with the strategy's cross-device ops."""
     from sonnet.src.distribute import replicator, replicator_test
 
@@ -80,10 +76,10 @@ def sonnet_tests(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     failures = [*result.failures, *result.errors]
     if failures:
         raise AssertionError(failures[0][1].strip().splitlines()[-1])
-    return [np.array(result.testsRun)]
+    return [result.testsRun]
 
 
-def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def orbit(strategy: tf.distribute.Strategy) -> Any:
     """Trains with orbit's Controller and StandardTrainer."""
     import orbit as orbit_library
 
@@ -109,10 +105,10 @@ def orbit(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         steps_per_loop=5,
     )
     controller.train(10, checkpoint_at_completion=False)
-    return _numbers([weights])
+    return [weights]
 
 
-def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def models(strategy: tf.distribute.Strategy) -> Any:
     """Trains with TensorFlow Models' minimize_using_explicit_allreduce."""
     import tf_keras
     from official.modeling import grad_utils
@@ -131,7 +127,7 @@ def models(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         )
 
     _loop(strategy, step, FEATURES, TARGETS)
-    return _numbers(model.get_weights())
+    return model.get_weights()
 
 
 def _fit(
@@ -143,10 +139,10 @@ def _fit(
         model = make()
         model.compile(optimizer(), loss)
     history = model.fit(*data, batch_size=BATCH, epochs=2, shuffle=False, verbose=0)
-    return [*_numbers(model.get_weights()), np.array(history.history["loss"])]
+    return [*model.get_weights(), history.history["loss"]]
 
 
-def tf_keras(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def tf_keras(strategy: tf.distribute.Strategy) -> Any:
     """Trains a tf_keras model with fit."""
     import tf_keras as keras
 
@@ -160,7 +156,7 @@ _BACKBONE = (50, 1, 2, 16, 32)  # Words, layers, heads, and the widths of layers
 _TEXT = {"token_ids": TOKENS, "padding_mask": np.ones_like(TOKENS)}
 
 
-def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def keras_hub_bert(strategy: tf.distribute.Strategy) -> Any:
     """Fine-tunes a small BERT classifier; gradients are clipped by their global norm."""
     import keras
     from keras_hub import models
@@ -175,7 +171,7 @@ def keras_hub_bert(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     return _fit(keras, strategy, make, optimizer, loss, inputs, LABELS)
 
 
-def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> Any:
     """Trains a small GPT-2 to predict the next token."""
     import keras
     from keras_hub import models
@@ -189,7 +185,7 @@ def keras_hub_gpt2(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     return _fit(keras, strategy, make, optimizer, loss, _TEXT, np.roll(TOKENS, -1, axis=1))
 
 
-def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def keras_rs(strategy: tf.distribute.Strategy) -> Any:
     """Trains KerasRS's FeatureCross on embeddings."""
     import keras
     import keras_rs as library
@@ -204,7 +200,7 @@ def keras_rs(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
     return _fit(keras, strategy, make, optimizer, "mse", TOKENS, TARGETS)
 
 
-def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def recommenders(strategy: tf.distribute.Strategy) -> Any:
     """Trains a TensorFlow Recommenders model with a ranking task."""
     import tensorflow_recommenders as tfrs
     import tf_keras as keras
@@ -229,10 +225,10 @@ def recommenders(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         model = Ranking()
         model.compile(keras.optimizers.Adagrad(0.1))
     model.fit(data, epochs=2, verbose=0)
-    return _numbers(model.get_weights())
+    return model.get_weights()
 
 
-def probability(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def probability(strategy: tf.distribute.Strategy) -> Any:
     """Fits a mean-field posterior of a linear model by variational inference."""
     import tensorflow_probability as tfp
 
@@ -256,10 +252,10 @@ def probability(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
             variable.assign_sub(0.05 * gradient)
 
     _loop(strategy, step, FEATURES, TARGETS, noise)
-    return _numbers([location, scale])
+    return [location, scale]
 
 
-def agents(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def agents(strategy: tf.distribute.Strategy) -> Any:
     """Trains a TF-Agents DQN on random transitions."""
     import tf_keras
     from tf_agents.agents.dqn import dqn_agent
@@ -293,10 +289,10 @@ def agents(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         )
 
     _loop(strategy, step, FEATURES, LABELS)
-    return _numbers(agent._q_network.variables)
+    return agent._q_network.variables
 
 
-def keras_tuner(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
+def keras_tuner(strategy: tf.distribute.Strategy) -> Any:
     """Searches for a learning rate with KerasTuner's distribution_strategy."""
     import keras
     import keras_tuner as library
@@ -314,5 +310,4 @@ def keras_tuner(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
         )
         data = (FEATURES, TARGETS)
         tuner.search(*data, validation_data=data, batch_size=BATCH, shuffle=False, verbose=0)
-        trials = tuner.oracle.get_best_trials(2)
-        return [np.array([trial.score for trial in trials])]
+        return [trial.score for trial in tuner.oracle.get_best_trials(2)]
