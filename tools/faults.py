@@ -46,13 +46,8 @@ KINDS = {
     "stop": (1, "a host is stopped for good"),
     "cut": (2, "the network of a host is cut"),
 }
-MOMENTS = {
-    "meeting": "before all hosts have met",
-    "first step": "while the first step is traced",
-    "step": "in a later step",
-    "backup": "while a backup is written",
-    "restart": "while hosts start again after a killed worker",
-}
+# The moments of faults, with the largest delay: it is longest where processes start.
+MOMENTS = {"meeting": 2.0, "first step": 1.0, "step": 0.1, "backup": 0.01, "restart": 4.0}
 CUT_SECONDS = (5.0, 30.0, 90.0)
 LARGEST_DIFFERENCE = 1e-5
 # Everything that takes longer hangs. Most of the time goes into the start of processes.
@@ -86,7 +81,6 @@ class Outcome:
     useful: float = math.nan
     runs: int = 0  # How often the chief was started.
     from_one_device: float = math.nan  # Largest difference of a weight.
-    from_hosts: float = math.nan  # The same, from the undisturbed training on the same hosts.
 
 
 def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
@@ -108,8 +102,6 @@ def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
     worker = drawn.randrange(1, hosts)
     victims = {"kill worker": (worker,), "kill chief": (0,), "kill both": (0, worker)}
     seconds = {"pause": drawn.uniform(1.0, 8.0), "cut": next(cuts) if kind == "cut" else 0.0}
-    # Longest where processes start.
-    most = {"meeting": 2.0, "first step": 1.0, "step": 0.1, "backup": 0.01, "restart": 4.0}[moment]
     return Case(
         kind,
         moment,
@@ -117,7 +109,7 @@ def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
         victims.get(kind, (drawn.randrange(hosts),)),
         # Not so late that the training could end before the fault.
         step=drawn.randrange(1, _TOTAL_STEPS * 2 // 3),
-        delay=drawn.uniform(0.0, most),
+        delay=drawn.uniform(0.0, MOMENTS[moment]),
         seconds=seconds.get(kind, 0.0),
     )
 
@@ -247,8 +239,10 @@ def can_cut() -> bool:
 def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Outcome:
     runs = _runs(folder)
     weights = [_weights(folder, host) for host in range(case.hosts)]
-    from_one_device = max(_difference(own, undisturbed(0)[0]) for own in weights)
-    from_hosts = max(_difference(own, undisturbed(case.hosts)[0]) for own in weights)
+    from_one_device, from_hosts = (
+        np.max([pages.largest_difference(own, undisturbed(hosts)[0]) for own in weights])
+        for hosts in (0, case.hosts)
+    )
     problem = ""
     if {step for run in runs for step, _ in run} != set(range(1, _TOTAL_STEPS + 1)):
         problem = "steps are missing"
@@ -264,7 +258,6 @@ def _outcome(case: Case, folder: pathlib.Path, begin: float, fault: float) -> Ou
         useful=_useful(runs, begin),
         runs=len(_pids(folder, 0)),
         from_one_device=from_one_device,
-        from_hosts=from_hosts,
     )
 
 
@@ -356,54 +349,41 @@ def _weights(folder: pathlib.Path, host: int) -> list[np.ndarray]:
         return [*arrays.values()]
 
 
-def _difference(own: Sequence[np.ndarray], other: Sequence[np.ndarray]) -> float:
-    return max(float(np.abs(a - b).max()) for a, b in zip(own, other, strict=True))
-
-
 def parts(
     results: Sequence[tuple[Case, Outcome]], planned: int, seed: int
 ) -> dict[str, Iterable[str]]:
     """Makes the lines of each part of the page."""
-    outcomes = {
-        name: [outcome for case, outcome in results if name in (case.kind, case.moment)]
-        for name in (*KINDS, *MOMENTS)
-    }
-    correct = {name: sum(not one.problem for one in ones) for name, ones in outcomes.items()}
-    total = sum(correct[kind] for kind in KINDS)
+    good = [(case, outcome) for case, outcome in results if not outcome.problem]
+    largest = max((outcome.from_one_device for _, outcome in good), default=math.nan)
     shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     return {
         "counts": [
-            f"**{total} of {len(results)} cases are correct**, of {planned} that are planned, with "
-            f"tfcdo {version.__version__} and seed {seed}. Undisturbed, the share of useful time "
-            f"is {shares} hosts."
+            f"**{len(good)} of {len(results)} cases are correct**, of {planned} that are planned, "
+            f"with tfcdo {version.__version__} and seed {seed}. Their weights differ from one "
+            f"device by at most {largest:.2g}. Undisturbed, the share of useful time is {shares} "
+            "hosts."
         ],
         "kinds": pages.table(
             "fault | cases | correct | steps repeated (median, most) | seconds without a step "
             "(median, most) | share of useful time (median)",
             (
-                (name, len(outcomes[kind]), correct[kind], *_medians(outcomes[kind]))
+                (name, *_summary([outcome for case, outcome in results if case.kind == kind]))
                 for kind, (_, name) in KINDS.items()
-            ),
-        ),
-        "moments": pages.table(
-            "moment | | cases | correct",
-            (
-                (moment, name, len(outcomes[moment]), correct[moment])
-                for moment, name in MOMENTS.items()
             ),
         ),
         "cases": pages.table(
             "case | moment | hosts | host | after step | lasts | runs | steps repeated | seconds "
-            "without a step | useful time | difference from one device | from the same hosts | "
-            "result",
+            "without a step | useful time | result",
             itertools.starmap(_cells, results),
         ),
     }
 
 
-def _medians(outcomes: Iterable[Outcome]) -> Iterator[str]:
-    """Yields the medians of correct cases, and the largest values."""
-    good = [one for one in outcomes if not one.problem] or [Outcome("none")]
+def _summary(outcomes: Sequence[Outcome]) -> Iterator[object]:
+    """Yields the numbers of cases and correct ones; medians of those, and their largest values."""
+    good = [one for one in outcomes if not one.problem]
+    yield from (len(outcomes), len(good))
+    good = good or [Outcome("none")]
     repeated, seconds, useful = zip(*((one.repeated, one.seconds, one.useful) for one in good))
     yield f"{statistics.median(repeated):g}, {max(repeated)}"
     yield f"{statistics.median(seconds):.1f}, {max(seconds):.1f}"
@@ -416,9 +396,8 @@ def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
     lasts = f"{case.seconds:.0f} s" if case.seconds else "-"
     hosts = ", ".join(map(str, case.victims))
     seconds, useful = f"{outcome.seconds:.1f}", f"{100 * outcome.useful:.0f} %"
-    differences = f"{outcome.from_one_device:.2g}", f"{outcome.from_hosts:.2g}"
     cells = (case.kind, case.moment, case.hosts, hosts, step, lasts, outcome.runs, outcome.repeated)
-    return (*cells, seconds, useful, *differences, outcome.problem or "correct")
+    return (*cells, seconds, useful, outcome.problem or "correct")
 
 
 def main(count: str = "200", seed: str = str(SEED)) -> int:
@@ -429,7 +408,7 @@ def main(count: str = "200", seed: str = str(SEED)) -> int:
         cases = [case for case in cases if case.kind != "cut"]
     results: list[tuple[Case, Outcome]] = []
     for case in pages.with_progress(
-        cases, lambda case: f"{KINDS[case.kind][1]}, {MOMENTS[case.moment]}; {case.hosts} hosts"
+        cases, lambda case: f"{KINDS[case.kind][1]}: {case.moment}; {case.hosts} hosts"
     ):
         outcome = run_case(case)
         print(outcome.problem or "correct", flush=True)
