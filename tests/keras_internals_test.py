@@ -18,6 +18,9 @@ from tfcdo.training import statistics
 
 _PACKAGE = pathlib.Path(tfcdo.__file__).parent
 _DOORS = {"keras_internals.py": "keras.src", "tf_internals.py": "tensorflow.python"}
+_EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
+# What tfcdo replaces, by the names that it has in TensorFlow.
+_REDUCTIONS = ("ReductionToOneDevice", "NcclAllReduce", "HierarchicalCopyAllReduce")
 _PUBLIC = ("_exit", "_replace")  # Names of os and of named tuples.
 _TREES = {
     str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
@@ -64,6 +67,20 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
                 if _attribute(node) not in own and _is_private(_attribute(node))
             }
             self.assertEmpty(others, f"{name}: put them into {' or '.join(_DOORS)}")
+
+    def test_what_no_source_names(self):
+        """TensorFlow's private modules by attribute; its reductions; and extras on import.
+
+        The commands and pictures need extras, and commands compare tfcdo with TensorFlow.
+        """
+        for path, tree in _TREES.items():
+            text = ast.unparse(tree)
+            self.assertNotRegex(text, r"python\.distribute(\.| import )cross_device", path)
+            self.assertNotRegex(text, r"\btf\.(python|__internal__|_api)\b", path)
+            if not path.startswith(("cli/", "bench/")):
+                self.assertNotRegex(text, rf"\btf\.distribute\.({'|'.join(_REDUCTIONS)})\b", path)
+            if not path.startswith(("cli/", "plot.py")):
+                self.assertNotRegex(text, rf"(?m)^(import|from) ({'|'.join(_EXTRAS)})\b", path)
 
     def test_all_overrides_are_listed(self):
         listed = {(owner, name) for owner, name, _ in tf_internals.OVERRIDES}
