@@ -16,8 +16,8 @@ import compat_trainings
 import keras
 import pages
 import tensorflow as tf
-from compat_cases import CASES
-from compat_trainings import TRAININGS
+from compat_cases import CASES, Case
+from compat_trainings import TRAININGS, Training
 from pages import Row
 
 import tfcdo
@@ -25,7 +25,7 @@ from tfcdo.bench import worker_pool
 
 SECONDS = 600.0  # That a case may take.
 LIBRARIES = ("TensorFlow", "tfcdo")
-WORK = {**TRAININGS, **CASES}
+WORK: dict[str, Case | Training] = {**TRAININGS, **CASES}
 # The rows of README.md's table, by the training.
 README = {
     "`global_clipnorm`": "`global_clipnorm`",
