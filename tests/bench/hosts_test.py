@@ -8,7 +8,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterator
 from unittest import mock
 
 import warm_python
@@ -48,10 +48,6 @@ def _output_of(*command: str) -> str:
     return subprocess.run(command, check=True, stdout=subprocess.PIPE, text=True).stdout
 
 
-def _silently(rounds: Iterable[int], description: str) -> Iterable[int]:
-    return rounds
-
-
 class HostsTest(absltest.TestCase):
     def test_steps_take_turns_and_each_is_counted(self):
         def call(method: str, timeout: float, name: str = "") -> list[float]:
@@ -61,7 +57,7 @@ class HostsTest(absltest.TestCase):
         opened = mock.Mock(command=(), count_bytes=itertools.count(0, 500).__next__)
         started = contextlib.nullcontext(pool)
         with mock.patch.object(worker_pool, "start_workers", return_value=started):
-            results = hosts.run(opened, 2, 3, 4, 1, _silently)
+            results = hosts.run(opened, 2, 3, 4, 1, lambda rounds, **_: rounds)
         steps = [one.kwargs["name"] for one in pool.call.call_args_list[1:]]
         self.assertEqual(steps, 5 * [one.kind for one in results])
         self.assertLen(results, 5)
@@ -73,7 +69,7 @@ class HostsTest(absltest.TestCase):
     def test_tfcdo_sends_less(self):
         python = mock.patch.object(sys, "executable", warm_python.executable())
         with python, _open(self) as opened:
-            results = hosts.run(opened, 2, 2, 1, 1, _silently, num_blocks=0)
+            results = hosts.run(opened, 2, 2, 1, 1, lambda rounds, **_: rounds, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.
