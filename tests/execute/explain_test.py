@@ -100,8 +100,6 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual([600, 608], [pack.num_bytes for pack in told.packs])
         self.assertEqual([two_level(3, 0), two_level(3, 1)], [pack.tree for pack in told.packs])
         # Up and down: 600 bytes between 0 and each of the others, 608 between 1 and each of them.
-        expected = {(0, 1): 1208, (1, 0): 1208, (0, 2): 600, (2, 0): 600, (1, 2): 608, (2, 1): 608}
-        self.assertEqual(expected, told.bytes_by_link)
         text = str(told)
         for part in (
             "HierarchicalCopyAllReduce(num_packs=2, topology=None) on 3 devices",
