@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import io
 import os
 import signal
 import subprocess
+from unittest import mock
 
 import psutil
 from absl.testing import absltest, parameterized
 from launch_testing import LaunchTestCase
 
 from tfcdo.cluster import protocol, worker
+from tfcdo.launch import supervisor
 
 
 class FailureTest(LaunchTestCase):
@@ -78,6 +81,11 @@ class FailureTest(LaunchTestCase):
         )
         self.assertEqual(result.returncode, 128 + signal.SIGKILL, result.stderr)
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
+
+    def test_a_worker_ended_when_its_guard_says_and_not_when_that_is_heard(self):
+        process = mock.Mock(_number=1, _end=io.BytesIO(b"3 12.5\n"))
+        supervisor.Process._wait(process)
+        process._events.put.assert_called_once_with(protocol.End(1, 3, 12.5))
 
     def test_workers_that_ask_for_it_are_started_again_but_not_without_end(self):
         result = self.launch(
