@@ -11,6 +11,7 @@ from unittest import mock
 
 import numpy as np
 import tensorflow as tf
+import testing_utils as tu
 
 from tfcdo import private_names, tf_internals
 
@@ -44,6 +45,15 @@ def function():
 
 
 class ValuesTest(tf.test.TestCase):
+    def test_is_what_a_strategy_makes(self):
+        strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
+        made = strategy.run(
+            lambda: tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
+        )
+        self.assertIs(type(made), type(tf_internals.per_replica([1, 2])))
+        reduced = strategy.extended.batch_reduce_to(tu.SUM, [(made, made)])[0]
+        self.assertIs(type(reduced), type(tf_internals.mirrored([1, 2])))
+
     def test_devices_of_values_that_are_no_tensors(self):
         plain = tf_internals.per_replica([1.0, np.ones(2)])
         self.assertEqual(("", ""), tf_internals.devices_of_values(plain))
