@@ -20,9 +20,9 @@ from tfcdo.exchange.casts import CAST_DTYPES, Cast
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.request import check_count, check_device
 from tfcdo.plan import algorithms, copy_tree
+from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.decide import Options
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology import measurement
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.topology import Topology

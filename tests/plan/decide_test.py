@@ -10,6 +10,7 @@ from absl.testing import absltest, parameterized
 
 from tfcdo.exchange import Blocks, Cast, Exchange, PowerSGD, Sum
 from tfcdo.plan import copy_tree
+from tfcdo.plan.algorithms import PackingOptions, deal_owners, owned_sizes
 from tfcdo.plan.copy_tree import star
 from tfcdo.plan.decide import (
     MIN_EXCHANGED_BYTES,
@@ -19,7 +20,6 @@ from tfcdo.plan.decide import (
     decide,
     nccl_dtypes,
 )
-from tfcdo.plan.packing import PackingOptions, deal_owners, owned_sizes
 from tfcdo.plan.plan import Batch, Plan, Request, RootStep, ValueSpec, plan_of_bytes
 from tfcdo.topology.measurement import Measured
 from tfcdo.topology.presets import preset

@@ -24,8 +24,7 @@ from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
 from tfcdo.execute import numerics
-from tfcdo.execute.gradients import JointGradient
-from tfcdo.execute.numerics import on_each
+from tfcdo.execute.numerics import JointGradient, on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset

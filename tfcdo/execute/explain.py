@@ -12,10 +12,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.execute import numerics
-from tfcdo.execute.groups import Group
-from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
+from tfcdo.execute.request import Group, Reduction, check_device, check_owned, check_pairs
+from tfcdo.plan.algorithms import deal_owners, owned_sizes
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Pack, Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.

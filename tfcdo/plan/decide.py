@@ -15,10 +15,10 @@ from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.log import format_bytes, format_seconds
-from tfcdo.plan import algorithms, copy_tree, packing, simulator
+from tfcdo.plan import algorithms, copy_tree, simulator
+from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
     Batch,
     FusedTensor,
@@ -226,7 +226,7 @@ def _all_reduced(
                 root=_root_step(batch, pack, group.exchange, group.owner),
                 after=None if pack.after is None else pack.after + offset,
             )
-            for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast)
+            for pack in algorithms.pack(values, way.packing, way.algorithm, way.topology, cast)
         ]
     if not reasons:
         return (), "nothing", "the batch is empty"
