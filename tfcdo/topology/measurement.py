@@ -22,8 +22,7 @@ from tfcdo.cache_folder import write_whole
 from tfcdo.topology import detection
 from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.serialization import FORMAT, TopologyDocument, of_this_format
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import FORMAT, Topology, TopologyDocument, of_this_format
 
 # Floats of a tensor that is copied or added: more than caches hold, of a few devices.
 _COUNT = 2**22
@@ -296,24 +295,14 @@ class Measured:
 
 
 def save(measured: Measured, path: str | os.PathLike[str]) -> None:
-    """Writes a file that `read` reads."""
+    """Writes a file whose content `parse` reads."""
     document = {"format": FORMAT} | vars(measured) | {"topology": measured.topology.to_document()}
     text = msgspec.json.format(msgspec.json.encode(document), indent=1)
     write_whole(pathlib.Path(path), text)
 
 
-def read(path: str | os.PathLike[str]) -> Measured:
-    """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
-    try:
-        return parse(pathlib.Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
-
-
 def parse(content: bytes) -> Measured:
-    """Reads the content of such a file."""
+    """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
     try:
         read = msgspec.json.decode(content)
     except msgspec.DecodeError:
