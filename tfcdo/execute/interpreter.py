@@ -369,16 +369,17 @@ def _reduce_without_tree(
 def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[Held]:
     """Makes the content of all packs: `[pack][node]`."""
     packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
+    dtypes = {part.value: pack.dtype for pack in plan.packs for part in pack.slices}
     for node in range(plan.replicas):
         device = devices[node]
         with tf.device(device):
             parts: dict[Slice, Any] = {}
             for index, slices in enumerate(plan.slices_of):
-                value, dtype = values[index][node], plan.casts[index]
+                value = values[index][node]
                 if plan.values[index].table:
                     value = numerics.cast(rows.to_table(value, device), value.dtype, device)
-                if dtype is not None:
-                    value = numerics.cast(value, tf.as_dtype(dtype), device)
+                if dtypes[index]:  # A gather mixes dtypes.
+                    value = numerics.cast(value, tf.as_dtype(dtypes[index]), device)
                 parts.update(zip(slices, _cut(value, slices), strict=True))
             for pack, held in zip(plan.packs, packed, strict=True):
                 held[node] = [_fuse(tensor, parts) for tensor in pack.tensors]

@@ -116,9 +116,9 @@ def _try_counts(trial: _Trial) -> int:
     ways = tuple(itertools.product(_FILLS, (True, False)))
     tried: dict[int, float] = {}
 
-    def attempt(count: int) -> float:
-        if count in tried:
-            return tried[count]
+    def attempt(count: int) -> None:
+        if count in tried or (tried and trial.left <= 0):
+            return
         tried[count] = math.inf
         edges = tree_program.Edges(trial.topology, count / trial.num_bytes)
         for source in (Source.of_trees(edges), Source.of_rings(edges, rings)):
@@ -130,17 +130,13 @@ def _try_counts(trial: _Trial) -> int:
                 tried[count] = min(
                     tried[count], *(trial.seconds(trees(slack, *way)) for way in ways)
                 )
-        return tried[count]
 
     counts = sorted({*_NUM_PACKS, devices, 2 * devices})
     for count in counts if trial.num_packs is None else [trial.num_packs]:
-        if trial.left > 0 or not tried:
-            attempt(count)
+        attempt(count)
     best = min(tried, key=tried.__getitem__)
-    if trial.num_packs is None:
-        for factor in _NEAR_COUNTS:
-            if trial.left > 0:
-                attempt(round(factor * best) or 1)
+    for factor in _NEAR_COUNTS if trial.num_packs is None else ():
+        attempt(round(factor * best) or 1)
     return min(tried, key=tried.__getitem__)
 
 

@@ -258,15 +258,6 @@ class Plan:
         return tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in slices)
 
     @functools.cached_property
-    def casts(self) -> tuple[str | None, ...]:
-        """Returns `casts`; `casts[v]` is the dtype that value `v` is cast to first, if any."""
-        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
-        return tuple(
-            None if found[index] in ("", value.dtype) else found[index]
-            for index, value in enumerate(self.values)
-        )
-
-    @functools.cached_property
     def one_function(self) -> bool:
         """Returns whether its ops wait for each other, so that they must run at the same time."""
         return any(pack.tree is None for pack in self.packs)

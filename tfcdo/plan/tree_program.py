@@ -155,8 +155,7 @@ class TreeProgram:
 
     def __init__(self, edges: Edges, unit: float) -> None:
         self.edges, self.unit = edges, unit
-        self.trees: dict[Tree, None] = {}
-        self.scales: list[float] = []
+        self.trees: dict[Tree, float] = {}  # Each with its scale.
         import highspy
 
         self.solver = _solver_class()()
@@ -171,11 +170,9 @@ class TreeProgram:
         """Adds a tree; returns whether it is new."""
         if tree in self.trees:
             return False
-        self.trees[tree] = None
         load = np.append(self.edges.load(tree) / self.unit, 1.0)
-        scale = float(load[:-1].max())
+        scale = self.trees[tree] = float(load[:-1].max())
         held = np.flatnonzero(load).astype(np.int32)
-        self.scales.append(scale)
         self.solver.addCol(1 / scale, 0.0, math.inf, len(held), held, load[held] / scale)
         return True
 
@@ -192,12 +189,12 @@ class TreeProgram:
             )
         solution = self.solver.getSolution()
         # Rounding may leave a little below 0.
-        rates = np.maximum(solution.col_value, 0) / np.array(self.scales)
+        rates = np.maximum(solution.col_value, 0) / np.array(list(self.trees.values()))
         return rates, np.maximum(solution.row_dual[: self.edges.num_resources], 0)
 
     def value(self, values: Sequence[float] | Floats) -> None:
         """Changes how much the rate of each tree counts."""
-        for index, (value, scale) in enumerate(zip(values, self.scales, strict=True)):
+        for index, (value, scale) in enumerate(zip(values, self.trees.values(), strict=True)):
             self.solver.changeColCost(index, float(value) / scale)
 
     def require(self, least_rate: float) -> None:
