@@ -290,14 +290,10 @@ class Topology:
 
     def to_document(self) -> TopologyDocument:
         """Returns the document that describes this topology in JSON."""
-        names = [resource.name for resource in self.resources]
-        links = [
-            {**vars(link), "resources": [names[index] for index in link.resources]}
-            for link in self.links
-        ]
-        fields = {"name": self.name, "num_devices": self.num_devices, **self._costs}
-        fields |= {"resources": self.resources, "links": links}
-        return msgspec.convert(fields, TopologyDocument, from_attributes=True)
+        fields = dataclasses.asdict(self)
+        for link in fields["links"]:
+            link["resources"] = [self.resources[index].name for index in link["resources"]]
+        return msgspec.convert(fields, TopologyDocument)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
