@@ -99,9 +99,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
-        "collectives": plan.num_collectives(
-            lambda names: len(set(map(numerics.dtype_copied, names)))
-        ),
+        "collectives": plan.num_collectives(numerics.dtype_copied),
     }
 
 

@@ -119,8 +119,7 @@ def _check_machine(batch: Batch, options: Options, topology: Topology) -> None:
             "topology must have as many devices as the values have replicas, "
             f"{batch.replicas}; {topology.name!r} has {topology.num_devices}"
         )
-    reason = options.saved.why_not_on(topology) if options.saved else None
-    if options.saved and reason is not None:
+    if options.saved and (reason := options.saved.why_not_on(topology)):
         remedy = f"make one here with `tfcdo plan -t here:{batch.replicas} --save FILE`"
         if options.saved.topology.num_devices == batch.replicas:
             remedy += ", or pass the plan's own machine as topology= to use it all the same"
@@ -331,8 +330,10 @@ def _reason(
 ) -> tuple[str, str]:
     """Returns, for readers, the name of the algorithm of copy trees and the reason for it."""
     place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
+    if saved := options.saved:
+        packed = saved.resolved == "packed_trees"
+        trees = f"packed trees for {saved.topology.name}" if packed else "the algorithm's own trees"
+        return saved.resolved, f"the plan was given: {trees}; {place}"
     if not isinstance(algorithm, str):
         return "copy trees", f"they were given; {place}"
     if options.nccl == "always" and batch.replicas > 1:

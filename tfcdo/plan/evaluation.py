@@ -77,13 +77,6 @@ class Evaluation:
             return self.algorithm
         return f"{self.algorithm}: {self.resolved}"
 
-    @property
-    def origin(self) -> str:
-        """Returns the origin of the trees, for readers."""
-        if self.resolved == "packed_trees":
-            return f"packed trees for {self.topology.name}"
-        return "the algorithm's own trees"
-
     def to_json(self) -> str:
         """Returns a JSON text, which `from_json` reads; one pack a line."""
         packs: list[PackDocument] = []

@@ -160,16 +160,12 @@ def _try_few(trial: _Trial) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A copy tree, and the equal packs that are sent along it one after another.
-
-    `part` is its part of the data, relative to the other streams; at most `window` packs are in
-    flight.
-    """
+    """A copy tree, and the equal packs that are sent along it one after another."""
 
     tree: copy_tree.CopyTree
-    part: float
+    part: float  # Its part of the data, relative to the other streams.
     num_packs: int = 1
-    window: int | None = None
+    window: int | None = None  # The most packs in flight; None for no limit.
 
 
 Streams: TypeAlias = "tuple[Stream, ...]"
@@ -180,10 +176,6 @@ class Source:
 
     Each column of the program is one tree, or the paths along a Hamiltonian ring, one for each edge
     that a path can leave out: together they load all edges of the ring equally.
-
-    References:
-      Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
-      2009 (ring all-reduce, here with more than one ring and from the middle or both ends).
     """
 
     def __init__(self, solved: tree_program.Solved, ways: tree_program.Floats) -> None:
