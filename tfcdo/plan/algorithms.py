@@ -61,13 +61,10 @@ _SECONDS_PER_OP = 6.5e-6
 
 
 def resized(plan: Plan, num_bytes: int) -> Plan:
-    """Returns the same trees with the same shares of another number of bytes.
-
-    Packs that become empty are left out; a pack that waited for one of them waits for the pack that
-    it waited for.
-    """
+    """Returns the same trees with the same shares of another number of bytes."""
     packs: list[tuple[int, CopyTree, int | None]] = []
-    # The pack of the new plan that stands for each old one: its own, or its window's.
+    # The pack of the new plan that stands for each old one: its own or, if that became empty, the
+    # one that it waited for.
     stands_for: list[int | None] = []
     total, stop, start = max(plan.num_sent_bytes, 1), 0, 0
     for pack, tree in zip(plan.packs, plan.trees, strict=True):
@@ -153,13 +150,7 @@ def _make_plan(algorithm: str, topology: Topology, num_bytes: int, num_packs: in
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:
-    """Returns the name of the algorithm that `auto` stands for, and logs it once.
-
-    It has the least `robust_seconds`; of nearly equal ones, the first of `ALGORITHMS`. Where all
-    devices add with the same cores, one device is as fast as anything. More than
-    `MAX_SIMULATED_DEVICES` devices take the ring, in which each device sends least, or for fewer
-    packs than a ring has halving-doubling, which has the fewest copies one after another.
-    """
+    """Returns the name of the algorithm that `auto` stands for, and logs it once."""
     return _decide(topology, size_class(num_bytes), num_packs)
 
 
@@ -180,10 +171,12 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
 
 
 def _fastest(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
+    # Where all devices add with the same cores, one device is as fast as anything.
     alone = simulator.simulate(make_plan("one_device", topology, num_bytes), topology).seconds
     if alone <= simulator.NEARLY_AS_FAST * tree_program.additions_bound(topology, num_bytes):
         return "one_device"
     if topology.num_devices > MAX_SIMULATED_DEVICES:
+        # Each device sends least in a ring; halving-doubling has the fewest copies in a row.
         few = num_packs is not None and num_packs < topology.num_devices
         return "halving_doubling" if few else "ring"
     if num_packs is not None and num_packs > _MAX_JUDGED_PACKS:
@@ -275,14 +268,11 @@ def pack(
 def _cut_line(
     line: Sequence[Slice],
     itemsize: int,
-    begin: int,
+    begin: int,  # Its first byte among those of all lines, which are laid end to end.
     options: PackingOptions,
-    planned: Sequence[Pack],
+    planned: Sequence[Pack],  # For the bytes of all lines.
 ) -> Iterator[tuple[tuple[Slice, ...], int | None]]:
-    """Yields the slices of each pack of a line, and the index of its planned pack, if any.
-
-    Packs are planned for the bytes of all lines, laid end to end; this line's first one is `begin`.
-    """
+    """Yields the slices of each pack of a line, and the index of its planned pack, if any."""
     size = sum(part.size for part in line)
     places: Iterable[int | None] = itertools.repeat(None)
     if planned:
@@ -372,11 +362,3 @@ def deal_owners(sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
         owner[index] = load.index(min(load))
         load[owner[index]] += sizes[index]
     return tuple(owner)
-
-
-def owned_sizes(sizes: Sequence[int], owner: Sequence[int], num_devices: int) -> tuple[int, ...]:
-    """Returns the sum of the sizes that each device owns."""
-    return tuple(
-        sum(size for size, at in zip(sizes, owner, strict=True) if at == device)
-        for device in range(num_devices)
-    )

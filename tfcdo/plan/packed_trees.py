@@ -216,11 +216,7 @@ class Source:
         return num_bytes * self._solved.program.unit / float(self._solved.rates.sum())
 
     def streams(self, num_packs: int, slack: float, fill: float | None, from_ends: bool) -> Streams:
-        """Returns the streams of few trees with short ways, of about a number of packs.
-
-        Each tree is rooted at its center, or used twice, from both ends of its longest path. See
-        `_SLACKS` and `_FILLS`.
-        """
+        """Returns the streams of few trees with short ways; see `_SLACKS` and `_FILLS`."""
         if slack not in self._rates:
             self._rates[slack] = tree_program.shallow_rates(self._solved, self._ways, slack)
         program, rates = self._solved.program, self._rates[slack]
@@ -236,7 +232,8 @@ class Source:
             trees = [column]
             if len(column) == program.edges.num_devices:  # A ring.
                 trees = [tuple(edge for edge in column if edge != left) for left in column]
-            # Rooted at both ends, each link begins with copies up one of two trees.
+            # Each tree is rooted at its center, or used twice, from both ends of its longest path:
+            # then each link begins with copies up one of two trees.
             rate = rate_of_all / len(trees) / (2 if from_ends else 1)
             count = max(1, round(num_packs * rate * column_way / busy))
             for tree in trees:

@@ -113,8 +113,7 @@ class Edges:
     def roots(self, tree: Tree) -> tuple[tuple[int, float], ...]:
         """Returns a tree's center and the two ends of its longest path, as roots.
 
-        With each root comes the longest way of a byte from a leaf to the root and to a leaf, in
-        seconds.
+        Each with the seconds of a byte's longest way, from a leaf to the root and to a leaf.
         """
         if tree in self._roots:
             return self._roots[tree]
@@ -271,10 +270,7 @@ def _cheapest(edges: Edges, prices: Floats) -> tuple[Tree, float]:
 
 
 def shallow_rates(solved: Solved, ways: Floats, slack: float) -> Floats:
-    """Returns rates of few trees with short ways, whose sum is within a slack of the best.
-
-    `ways` are the seconds of each tree's longest way.
-    """
+    """Returns rates of few trees with short ways (in seconds): the best sum, but for a slack."""
     program, ways = solved.program, np.minimum(ways, 1e4 * ways.min())
     program.require((1 - slack) * float(solved.rates.sum()))
     costs = ways
