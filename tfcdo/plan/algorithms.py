@@ -353,10 +353,8 @@ def _fuse(
 
 
 def deal_owners(sizes: Sequence[int], num_devices: int) -> tuple[int, ...]:
-    """Deals variables to devices: the largest first, each to the device that has least so far.
-
-    The largest share is at most 4/3 of the best one (Graham, 1969), and the same on every host.
-    """
+    """Deals variables to devices: the largest first, each to the device that has least so far."""
+    # The largest share is at most 4/3 of the best one (Graham, 1969), and the same on every host.
     load, owner = [0] * num_devices, [0] * len(sizes)
     for index in sorted(range(len(sizes)), key=lambda index: -sizes[index]):
         owner[index] = load.index(min(load))

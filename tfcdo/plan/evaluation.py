@@ -121,10 +121,7 @@ class Evaluation:
         )
 
     def why_not_on(self, topology: Topology) -> str | None:
-        """Says why this plan is not for a machine; None if it was made for this one.
-
-        Two measurements of a machine differ a little, and are known as the same by their name.
-        """
+        """Says why this plan is not for a machine; None if it was made for this one."""
         made_for = self.topology
         if made_for.num_devices != topology.num_devices:
             return (
@@ -135,7 +132,8 @@ class Evaluation:
             return None
         if made_for.name != topology.name:
             return f"it was made for {made_for.name!r}, and these devices are {topology.name!r}"
-        if made_for.is_measured and topology.is_measured:
+        # Two measurements of a machine differ a little, and are known as the same by their name.
+        if topology.is_measured:
             return None
         return f"its {made_for.name!r} has other links than the current one"
 

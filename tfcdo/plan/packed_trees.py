@@ -285,7 +285,6 @@ def rings_of(topology: Topology) -> list[tree_program.Tree]:
 
 
 def _num_packs(streams: Sequence[Stream]) -> int:
-    """Returns the number of packs of all streams."""
     return sum(stream.num_packs for stream in streams)
 
 
