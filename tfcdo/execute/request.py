@@ -68,10 +68,8 @@ def check_options(options: Any) -> None:
 
 
 def check_cross_device_ops(ops: Any) -> None:
-    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`.
-
-    TensorFlow accepts anything, even a class, and fails in the first reduction.
-    """
+    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`."""
+    # TensorFlow accepts anything, even a class, and fails in the first reduction.
     if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
         raise TypeError(
             "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "

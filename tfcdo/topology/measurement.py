@@ -202,11 +202,7 @@ def _topology(name: str, clock: _Clock) -> Topology:
 def infer_routes(
     alone: Sequence[Route], time_copies: Callable[[Sequence[Pair], int], float], num_bytes: int
 ) -> list[Route]:
-    """Adds the resources that links share to routes that hold a wire each, by timing copies.
-
-    Pairs of links that may share something are timed together, by a function of pairs of devices
-    and bytes. Links every two of which slow each other down share a resource: they are a clique.
-    """
+    """Adds the resources that links share to routes that hold a wire each, by timing copies."""
     bandwidths = {route[:2]: route.resources[0].bandwidth for route in alone}
     seconds = {route[:2]: route.latency + num_bytes / bandwidths[route[:2]] for route in alone}
     # Links without a common device are tried only if they are slow: they lead through a host.
@@ -219,6 +215,7 @@ def infer_routes(
             short, long = sorted((seconds[one], seconds[other]))
             if time_copies([one, other], num_bytes) > long + 0.5 * short:
                 conflicts.append((one, other))
+    # Links every two of which slow each other down share a resource: they are a clique.
     resources = {route[:2]: [*route.resources] for route in alone}
     for number, clique in enumerate(_cliques_over_edges(conflicts)):
         fastest = max(bandwidths[pair] for pair in clique)
