@@ -14,7 +14,6 @@ from tfcdo import log
 from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.log import format_bytes, format_seconds
 from tfcdo.plan import algorithms, copy_tree, simulator
 from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.copy_tree import CopyTree
@@ -301,7 +300,7 @@ def _why_nccl(
     about = size_class(batch.num_bytes)
     beat, reason = _compare_with_nccl(options.measured, about)
     log.info_once(
-        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+        f"auto takes {'copy trees' if beat else 'NCCL'} for about {log.format_bytes(about)} "
         f"on each of {batch.replicas} devices: {reason}"
     )
     return None if beat else reason
@@ -315,8 +314,8 @@ def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool,
     plan = algorithms.make_plan("auto", measured.topology, num_bytes)
     trees = simulator.robust_seconds(plan, measured.topology)
     return trees < by_nccl, (
-        f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
-        f"{format_seconds(trees)}"
+        f"as measured on {measured.date}, NCCL takes {log.format_seconds(by_nccl)} and copy trees "
+        f"{log.format_seconds(trees)}"
     )
 
 

@@ -111,10 +111,7 @@ class Edges:
         return tuple(sorted(edges))
 
     def roots(self, tree: Tree) -> tuple[tuple[int, float], ...]:
-        """Returns a tree's center and the two ends of its longest path, as roots.
-
-        Each with the seconds of a byte's longest way, from a leaf to the root and to a leaf.
-        """
+        """Returns a tree's center and its longest path's ends as roots, with their `longest`."""
         if tree in self._roots:
             return self._roots[tree]
         # Seconds from each device to each other one along the tree.
@@ -124,6 +121,7 @@ class Edges:
             way[device, seen] = self.seconds[device, near] + way[near, seen]
             way[seen, device] = way[seen, near] + self.seconds[near, device]
             seen.append(device)
+        # The seconds of a byte's longest way from a leaf to each root, and from there to a leaf.
         longest = way.max(0) + way.max(1)
         ends = np.unravel_index(int((way + way.T).argmax()), way.shape)
         roots = tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
