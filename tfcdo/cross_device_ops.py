@@ -20,12 +20,12 @@ from tfcdo.exchange.casts import CAST_DTYPES, Cast
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.request import check_count, check_device
 from tfcdo.plan import algorithms, copy_tree
+from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.decide import Options
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.plan.packing import PackingOptions
 from tfcdo.topology import measurement
 from tfcdo.topology.measurement import Measured
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import Topology, read_file
 
 
 class CommonOptions(TypedDict, total=False):
@@ -408,7 +408,7 @@ def _read_topology(given: Any) -> Measured | None:
             f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
         )
     try:
-        return measurement.read(given)
+        return read_file(given, measurement.parse)
     except ValueError as error:
         raise ValueError(
             "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "
@@ -435,7 +435,7 @@ def _read_plan(path: Any) -> Evaluation:
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
     try:
-        return Evaluation.read(os.fspath(path))
+        return read_file(path, Evaluation.from_json)
     except ValueError as error:
         raise ValueError(
             f"plan must be a file that `tfcdo plan --save` has written: {error}"

@@ -20,7 +20,7 @@ from clusters import disagreeing, other_strategy
 from testing_utils import MEAN, SUM
 
 import tfcdo
-from tfcdo.plan import decide, packing
+from tfcdo.plan import algorithms, decide
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
 
@@ -55,7 +55,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
     """Takes steps that differ between hosts although their strategies do not."""
 
     def packed_otherwise(other: Any) -> None:
-        with mock.patch.object(packing, "_SECONDS_PER_OP", 6.5e-6 if is_chief else 0.0):
+        with mock.patch.object(algorithms, "_SECONDS_PER_OP", 6.5e-6 if is_chief else 0.0):
             decide.decide.cache_clear()
             _check_sums(other)
 

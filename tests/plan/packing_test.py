@@ -10,11 +10,11 @@ from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 
 from tfcdo import topology
-from tfcdo.plan import algorithms, packing
+from tfcdo.plan import algorithms
 from tfcdo.plan.plan import Pack, ValueSpec
 
 ITEMSIZES = {"float16": 2, "float32": 4, "int64": 8}
-Options = packing.PackingOptions
+Options = algorithms.PackingOptions
 
 
 def mixed(*kinds: tuple[str, tuple[int, ...] | None]) -> dict[int, ValueSpec]:
@@ -32,7 +32,7 @@ def pack(
     num_devices: int = 3,
     machine: str = "shared_memory",
 ) -> list[Pack]:
-    return packing.pack(values, how, algorithm, topology.preset(machine, num_devices))
+    return algorithms.pack(values, how, algorithm, topology.preset(machine, num_devices))
 
 
 def contents(packs: Sequence[Pack]) -> list[list[Any]]:

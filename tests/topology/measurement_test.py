@@ -17,9 +17,10 @@ from topology_testing import meet
 
 import tfcdo
 from tfcdo import topology
-from tfcdo.topology import Resource, Route, Topology, detection, preset, serialization
+from tfcdo.topology import Resource, Route, Topology, detection, preset
 from tfcdo.topology.links import ordered_pairs
 from tfcdo.topology.measurement import infer_routes
+from tfcdo.topology.topology import FORMAT
 
 
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
@@ -49,7 +50,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         devices, path = tu.device_names(3), self.folder / "mine.json"
         found = topology.measure(devices, path=path)
         self.assertEqual([path], list(self.folder.iterdir()))
-        self.assertEqual(json.loads(path.read_text())["format"], serialization.FORMAT)
+        self.assertEqual(json.loads(path.read_text())["format"], FORMAT)
         written = self.folder / "topology.json"
         written.write_text(found.to_json())
         for given in (path, str(path), written, found):

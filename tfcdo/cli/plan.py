@@ -20,9 +20,9 @@ from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.log import format_bytes, format_seconds
 from tfcdo.plan import algorithms, simulator, tree_program
+from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
 from tfcdo.plan.evaluation import Evaluation, check_num_devices
-from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import Batch, Request, ValueSpec
 from tfcdo.plan.simulator import Hosts
 from tfcdo.topology import measurement

@@ -11,12 +11,12 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.execute import copy_trees, explain, nccl, request
+from tfcdo.execute import copy_trees, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.groups import Group, Owned, grouped
-from tfcdo.execute.request import Reduction, devices_of, existing_device
+from tfcdo.execute.interpreter import Owned
+from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
@@ -207,7 +207,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         def emit(reductions: Sequence[Reduction]) -> list[tuple[Group, Plan]]:
             found = self._plans_of("sum", reductions)
             for group, plan in found:
-                group.emit(plan, self._network, self._accumulate)
+                sums = interpreter.reduce_group(
+                    group, plan, self._network, None, self._accumulate, remembered=False
+                )
+                if group.batch.has_owners:
+                    interpreter.broadcast(plan, list(sums.values()), group.devices)
             return found
 
         known = devices if devices is not None or self._network is None else self._network.devices
@@ -248,7 +252,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         # Residuals may be refused, before the first op is created.
         kept = [self._residuals(plan, group) for group, plan in found]
         for (group, plan), residuals in zip(found, kept, strict=True):
-            results.update(group.run(plan, self._network, residuals, self._accumulate, axis))
+            results |= interpreter.reduce_group(
+                group, plan, self._network, residuals, self._accumulate, axis
+            )
         return [results[position] for position in range(len(results))]
 
     @property
@@ -283,7 +289,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         root, user = self.reduce_to_device, self.accumulation_fn is not None
         root = None if root is None else existing_device("reduce_to_device", root)
         chosen = self._options_of(options)
-        found = grouped(op, reductions, chosen, self._network, root, user)
+        found = request.grouped(op, reductions, chosen, self._network, root, user)
         return [(group, self._plan(group, chosen)) for group in found]
 
     @property

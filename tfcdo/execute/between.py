@@ -24,8 +24,7 @@ from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
 from tfcdo.execute import numerics
-from tfcdo.execute.gradients import JointGradient
-from tfcdo.execute.numerics import on_each
+from tfcdo.execute.numerics import JointGradient, on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
@@ -100,9 +99,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
-        "collectives": plan.num_collectives(
-            lambda names: len(set(map(numerics.dtype_copied, names)))
-        ),
+        "collectives": plan.num_collectives(numerics.dtype_copied),
     }
 
 

@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.exchange import rounding
+from tfcdo.execute import numerics
 from tfcdo.execute.feedback import Residuals
-from tfcdo.execute.gradients import with_gradient_of
 from tfcdo.plan.copy_tree import CopyTree
 
 
@@ -117,7 +117,7 @@ class PackCodec:
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of the result of `encode`."""
         encoded, scale = (sent[:-1], sent[-1]) if self.scaled else (sent, None)
-        return [decode(bits, self.dtype, scale) for bits in encoded]
+        return [numerics.decode(bits, self.dtype, scale) for bits in encoded]
 
     def carry(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Adds the rounding errors of the step before, on the current device."""
@@ -130,11 +130,11 @@ class PackCodec:
         self, tensors: Sequence[tf.Tensor], node: int, scale: tf.Tensor | None
     ) -> list[tf.Tensor]:
         """Casts tensors to the wire's dtype, on the current device, and keeps the errors."""
-        sent = [encode(tensor, self.wire, scale) for tensor in tensors]
+        sent = [numerics.encode(tensor, self.wire, scale) for tensor in tensors]
         if self.residuals is not None:
             errors = self._errors(tensors, node)
             for error, tensor, bits in zip(errors, tensors, sent, strict=True):
-                arrived = decode(bits, self.dtype, scale)
+                arrived = numerics.decode(bits, self.dtype, scale)
                 error.assign(rounding.rounding_error(tensor, arrived, error.read_value()))
         return sent
 
@@ -148,14 +148,3 @@ class PackCodec:
             )
             for index, tensor in enumerate(tensors)
         ]
-
-
-def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
-    return with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
-
-
-def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
-    # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
-    return with_gradient_of(rounding.decode(sent, dtype, scale), sent)

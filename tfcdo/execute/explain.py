@@ -12,10 +12,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.execute import numerics
-from tfcdo.execute.groups import Group
-from tfcdo.execute.request import Reduction, check_device, check_owned, check_pairs
+from tfcdo.execute.request import Group, Reduction, check_device, check_owned, check_pairs
+from tfcdo.plan.algorithms import deal_owners
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.packing import deal_owners, owned_sizes
 from tfcdo.plan.plan import Pack, Plan
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
@@ -125,6 +124,10 @@ def explain(
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
+    owned = [0] * len(names)
+    if sharded:
+        for size, device in zip(sizes, owner, strict=True):
+            owned[device] += size
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
     for _, plan in found:
         by_edge.update(plan.bytes_by_edge())
@@ -137,7 +140,7 @@ def explain(
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(plan.bytes_between_hosts for _, plan in found),
-        owned_sizes(sizes, owner, len(names)) if sharded else (),
+        tuple(owned) if sharded else (),
     )
 
 

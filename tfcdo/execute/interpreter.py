@@ -1,4 +1,4 @@
-"""The interpreter: turns a plan into TensorFlow ops.
+"""The interpreter: runs the plans of groups, and turns a plan into TensorFlow ops.
 
 Pack the values; for each pack reduce up its tree, take the root step, broadcast down; unpack. It
 decides nothing: the plan lists all that it does. The plans of recent all-reduces in graphs are
@@ -9,20 +9,27 @@ from __future__ import annotations
 
 import collections
 import dataclasses
+import functools
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
 from tfcdo.exchange import rounding
 from tfcdo.execute import copy_trees, nccl, numerics, rows
-from tfcdo.execute.between import Collectives
+from tfcdo.execute.between import Collectives, Network, begin_collectives
 from tfcdo.execute.copy_trees import PackCodec
 from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.request import Group
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
 # The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
+# An accumulation_fn; gets tensors, and a name for its op.
+Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
+_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -31,8 +38,7 @@ class Runtime:
 
     collectives: Collectives | None = None  # None for one host.
     residuals: Residuals | None = None  # None where no state is kept.
-    # The accumulation_fn of "user" packs; gets tensors, and a name for its op.
-    accumulate: Callable[[Sequence[tf.Tensor], str], tf.Tensor] | None = None
+    accumulate: Accumulate | None = None  # Combines the values of "user" packs.
     axis: Any = 0  # To gather along.
     remembered: bool = True  # Whether a trace may show this run; False for ops that never run.
 
@@ -53,6 +59,89 @@ _recent: collections.deque[Planned] = collections.deque(maxlen=64)
 def recently_planned() -> list[Planned]:
     """Returns the remembered all-reduces, the newest first."""
     return list(_recent)[::-1]
+
+
+def reduce_group(
+    group: Group,
+    plan: Plan,
+    network: Network | None,
+    residuals: Residuals | None,
+    accumulate: Accumulate,
+    axis: Any = None,
+    remembered: bool = True,
+) -> dict[int, Any]:
+    """Runs a plan; returns results, or sums on owners, by their positions in the caller's batch."""
+    devices = group.devices
+    if network is not None and plan.over_hosts:
+        # The members of a collective are known by their devices, so each replica takes part
+        # with its own device, even where several values are on one: else TensorFlow would hang.
+        devices = network.devices
+    if plan.one_function and tf.executing_eagerly():
+        # The ops wait for each other, so they must run at the same time, not one by one. A
+        # concrete function is one even where tf.config.run_functions_eagerly(True) rules.
+        values = [list(value) for value in group.values]
+        function = _eager_function(plan, devices, network, residuals)
+        results = function.get_concrete_function(values)(values)
+        # A function's result is on the device of its last op; TensorFlow may name another.
+        results = [
+            [copy_trees.copy([own], to)[0] for own, to in zip(value, group.devices, strict=True)]
+            for value in results
+        ]
+    else:
+        collectives = begin_collectives(network, plan)
+        runtime = Runtime(collectives, residuals, accumulate, axis, remembered)
+        results = run(plan, group.values, devices, runtime)
+    found = {}
+    for position, result, asked in zip(group.positions, results, group.batch.requests, strict=True):
+        nodes = asked.to if asked.owner is None else (asked.owner,)
+        found[position] = tf_internals.mirrored([result[node] for node in nodes])
+    return found
+
+
+@dataclasses.dataclass(frozen=True)
+class Owned:
+    """Values that were summed on their owners: the first half of plans."""
+
+    sums: tuple[Any, ...]  # Each on its owner, which updates a variable with it.
+    halves: tuple[tuple[Group, Plan], ...]
+
+    def send(self, values: Sequence[Any]) -> list[list[Any]]:
+        """Sends a tensor, or some rows of it, for each value from its owner: `[value][device]`."""
+        results: dict[int, list[Any]] = {}
+        for group, plan in self.halves:
+            here = [values[position] for position in group.positions]
+            arrived = broadcast(plan, here, group.devices)
+            results.update(zip(group.positions, arrived, strict=True))
+        return [results[position] for position in range(len(values))]
+
+
+def _eager_function(
+    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
+) -> Any:
+    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
+    if residuals is None:
+        return _function(plan, devices, network)
+    with _lock:
+        if (plan, devices) not in residuals.functions:
+            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
+        return residuals.functions[plan, devices]
+
+
+def _make_function(
+    plan: Plan,
+    devices: tuple[str, ...],
+    network: Network | None,
+    residuals: Residuals | None = None,
+) -> Any:
+    def reduce(values: Any) -> list[list[Any]]:
+        runtime = Runtime(begin_collectives(network, plan), residuals)
+        return run(plan, values, devices, runtime)
+
+    return tf.function(reduce, autograph=False)
+
+
+# Tracing costs much more than running; the bound keeps a process that draws ever new shapes small.
+_function = functools.lru_cache(maxsize=64)(_make_function)
 
 
 def run(
@@ -280,16 +369,17 @@ def _reduce_without_tree(
 def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str]) -> list[Held]:
     """Makes the content of all packs: `[pack][node]`."""
     packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
+    dtypes = {part.value: pack.dtype for pack in plan.packs for part in pack.slices}
     for node in range(plan.replicas):
         device = devices[node]
         with tf.device(device):
             parts: dict[Slice, Any] = {}
             for index, slices in enumerate(plan.slices_of):
-                value, dtype = values[index][node], plan.casts[index]
+                value = values[index][node]
                 if plan.values[index].table:
                     value = numerics.cast(rows.to_table(value, device), value.dtype, device)
-                if dtype is not None:
-                    value = numerics.cast(value, tf.as_dtype(dtype), device)
+                if dtypes[index]:  # A gather mixes dtypes.
+                    value = numerics.cast(value, tf.as_dtype(dtypes[index]), device)
                 parts.update(zip(slices, _cut(value, slices), strict=True))
             for pack, held in zip(plan.packs, packed, strict=True):
                 held[node] = [_fuse(tensor, parts) for tensor in pack.tensors]

@@ -14,10 +14,9 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, numerics
+from tfcdo.execute import numerics
 from tfcdo.execute.copy_trees import PackCodec
-from tfcdo.execute.gradients import JointGradient
-from tfcdo.execute.numerics import on_each
+from tfcdo.execute.numerics import JointGradient, on_each
 from tfcdo.execute.request import check_device
 
 OP = "NcclAllReduce"
@@ -188,7 +187,7 @@ def _reduce_encoded(
     return on_each(
         devices,
         lambda sums, scale: [
-            numerics.finish(copy_trees.decode(total, codec.dtype, scale), divide, codec.dtype)
+            numerics.finish(numerics.decode(total, codec.dtype, scale), divide, codec.dtype)
             for total in sums
         ],
         _sum_each(bits, devices),

@@ -1,4 +1,4 @@
-"""Checks all arguments of a caller before any op is created, and returns it checked."""
+"""Requests: a caller's arguments, checked before any op is created, in groups of one plan each."""
 
 from __future__ import annotations
 
@@ -9,7 +9,10 @@ from typing import Any
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import checks, log, tf_internals
+from tfcdo.execute.between import Network, device_number
+from tfcdo.plan.decide import Options
+from tfcdo.plan.plan import Batch, Request, ValueSpec
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,10 +68,8 @@ def check_options(options: Any) -> None:
 
 
 def check_cross_device_ops(ops: Any) -> None:
-    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`.
-
-    TensorFlow accepts anything, even a class, and fails in the first reduction.
-    """
+    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`."""
+    # TensorFlow accepts anything, even a class, and fails in the first reduction.
     if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
         raise TypeError(
             "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "
@@ -364,3 +365,106 @@ def brief(value: Any) -> str:
     """Returns the `repr` of a value, shortened for an error message."""
     text = repr(value)
     return text if len(text) <= 80 else f"{text[:77]}..."
+
+
+@dataclasses.dataclass(frozen=True)
+class Group:
+    """Reductions of a batch that have one plan."""
+
+    batch: Batch
+    values: tuple[tuple[Any, ...], ...]  # `[v][r]` is value `v` of replica `r`.
+    devices: tuple[str, ...]  # Each node's.
+    positions: tuple[int, ...]  # The values' places in the caller's batch.
+
+
+def grouped(
+    op: Any,
+    reductions: Sequence[Reduction],
+    options: Options,
+    network: Network | None,
+    root: str | None,  # Where `one_device` reduces; None for the first destination.
+    user: bool,  # Whether an accumulation_fn combines the values.
+) -> list[Group]:
+    """Divides a batch into groups: one for each set of devices, and for rows."""
+    one_device, tables = options.one_device, options.sparse_as_dense
+    groups: dict[Any, list[int]] = {}
+    if network is not None:
+        reductions = [
+            dataclasses.replace(
+                reduction,
+                devices=network.with_known_devices(reduction.devices),
+                destinations=network.with_known_devices(reduction.destinations),
+            )
+            for reduction in reductions
+        ]
+    for position, reduction in enumerate(reductions):
+        everywhere = reduction.is_all_reduce and not one_device
+        to = None if everywhere else reduction.destinations
+        key = reduction.devices, to, _stays_rows(reduction, tables)
+        groups.setdefault(key, []).append(position)
+    found = []
+    for (devices, _, as_rows), positions in groups.items():
+        members = [reductions[position] for position in positions]
+        nodes = list(devices)
+        for device in (*(root,) * one_device, *members[0].destinations):
+            if device is not None and device not in nodes:
+                nodes.append(device)
+        requests = tuple(_request(op, member, as_rows, nodes, options) for member in members)
+        chosen = None
+        if one_device:
+            chosen = requests[0].to[0] if root is None else nodes.index(root)
+        batch = Batch(
+            op,
+            len(devices),
+            network.num_hosts if network else 1,
+            tuple(map(device_number, nodes)),
+            requests,
+            chosen,
+            user,
+        )
+        values = tuple(reduction.values for reduction in members)
+        found.append(Group(batch, values, tuple(nodes), tuple(positions)))
+    return found
+
+
+def _stays_rows(reduction: Reduction, tables: bool) -> bool:
+    if not reduction.is_sparse:
+        return False
+    if tables and reduction.values[0].dense_shape is None:
+        log.warn_once(
+            "sparse_as_dense=True was requested, but tf.IndexedSlices without dense_shape cannot "
+            "become dense; sending rows instead; set dense_shape"
+        )
+        return True
+    return not tables
+
+
+def _request(
+    op: str, reduction: Reduction, as_rows: bool, nodes: Sequence[str], options: Options
+) -> Request:
+    spec = _spec(op, reduction, as_rows)
+    exact = reduction.exact or spec.size == 1
+    exchange = None
+    if options.between is not None and not (exact or op == "gather" or spec.rows):
+        exchange = options.between.exchange_of(reduction.path, spec)
+    to = tuple(range(len(reduction.devices)))  # In the order of the destinations.
+    if reduction.devices != reduction.destinations:
+        to = tuple(map(nodes.index, reduction.destinations))
+    return Request(spec, to, exact, exchange, reduction.owner)
+
+
+def _spec(op: str, reduction: Reduction, as_rows: bool) -> ValueSpec:
+    first = reduction.values[0]
+    if as_rows:
+        row = first.values.shape
+        shape = None if row.rank is None else (None, *row.as_list()[1:])
+        return ValueSpec(first.dtype.name, shape, rows=True)
+    rank = first.shape.rank
+    sizes = None if rank is None else tuple(first.shape.as_list())
+    if op == "gather":  # Its sizes may differ between replicas and hosts.
+        sizes = None if rank is None else (None,) * rank
+    elif first.shape.is_fully_defined() and not all(
+        value.shape.is_fully_defined() for value in reduction.values
+    ):
+        sizes = None  # Its size counts as known only if it is known of all replicas.
+    return ValueSpec(first.dtype.name, sizes, table=reduction.is_sparse)

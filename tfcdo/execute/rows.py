@@ -214,16 +214,11 @@ def table_is_smaller(parts: Parts, devices: Sequence[str]) -> Any:
     for part, device in zip(parts, devices, strict=True):
         if part is not None:
             with tf.device(device):  # Or the tensors themselves would be sent, only for their size.
-                rows += _size(part.values) * itemsize
-                rows += _size(part.indices) * part.indices.dtype.size
+                rows += numerics.size(part.values) * itemsize
+                rows += numerics.size(part.indices) * part.indices.dtype.size
     known = tf.get_static_value(shape)
     with tf.device(devices[0]):
         elements = (
             tf.reduce_prod(tf.cast(shape, tf.int64)) if known is None else math.prod(known.tolist())
         )
         return rows > elements * itemsize * len(_present(parts))
-
-
-def _size(tensor: tf.Tensor) -> Any:
-    known = tensor.shape.num_elements()
-    return tf.size(tensor, tf.int64) if known is None else known

@@ -14,11 +14,10 @@ from tfcdo import log
 from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast, check_exchange
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.log import format_bytes, format_seconds
-from tfcdo.plan import algorithms, copy_tree, packing, simulator
+from tfcdo.plan import algorithms, copy_tree, simulator
+from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.evaluation import Evaluation
-from tfcdo.plan.packing import PackingOptions
 from tfcdo.plan.plan import (
     Batch,
     FusedTensor,
@@ -119,8 +118,7 @@ def _check_machine(batch: Batch, options: Options, topology: Topology) -> None:
             "topology must have as many devices as the values have replicas, "
             f"{batch.replicas}; {topology.name!r} has {topology.num_devices}"
         )
-    reason = options.saved.why_not_on(topology) if options.saved else None
-    if options.saved and reason is not None:
+    if options.saved and (reason := options.saved.why_not_on(topology)):
         remedy = f"make one here with `tfcdo plan -t here:{batch.replicas} --save FILE`"
         if options.saved.topology.num_devices == batch.replicas:
             remedy += ", or pass the plan's own machine as topology= to use it all the same"
@@ -226,7 +224,7 @@ def _all_reduced(
                 root=_root_step(batch, pack, group.exchange, group.owner),
                 after=None if pack.after is None else pack.after + offset,
             )
-            for pack in packing.pack(values, way.packing, way.algorithm, way.topology, cast)
+            for pack in algorithms.pack(values, way.packing, way.algorithm, way.topology, cast)
         ]
     if not reasons:
         return (), "nothing", "the batch is empty"
@@ -302,7 +300,7 @@ def _why_nccl(
     about = size_class(batch.num_bytes)
     beat, reason = _compare_with_nccl(options.measured, about)
     log.info_once(
-        f"auto takes {'copy trees' if beat else 'NCCL'} for about {format_bytes(about)} "
+        f"auto takes {'copy trees' if beat else 'NCCL'} for about {log.format_bytes(about)} "
         f"on each of {batch.replicas} devices: {reason}"
     )
     return None if beat else reason
@@ -316,8 +314,8 @@ def _compare_with_nccl(measured: Measured | None, num_bytes: int) -> tuple[bool,
     plan = algorithms.make_plan("auto", measured.topology, num_bytes)
     trees = simulator.robust_seconds(plan, measured.topology)
     return trees < by_nccl, (
-        f"as measured on {measured.date}, NCCL takes {format_seconds(by_nccl)} and copy trees "
-        f"{format_seconds(trees)}"
+        f"as measured on {measured.date}, NCCL takes {log.format_seconds(by_nccl)} and copy trees "
+        f"{log.format_seconds(trees)}"
     )
 
 
@@ -331,8 +329,10 @@ def _reason(
 ) -> tuple[str, str]:
     """Returns, for readers, the name of the algorithm of copy trees and the reason for it."""
     place = f"the topology {topology.name!r} {machine.origin}"
-    if options.saved is not None:
-        return options.saved.resolved, f"the plan was given: {options.saved.origin}; {place}"
+    if saved := options.saved:
+        packed = saved.resolved == "packed_trees"
+        trees = f"packed trees for {saved.topology.name}" if packed else "the algorithm's own trees"
+        return saved.resolved, f"the plan was given: {trees}; {place}"
     if not isinstance(algorithm, str):
         return "copy trees", f"they were given; {place}"
     if options.nccl == "always" and batch.replicas > 1:

@@ -7,14 +7,12 @@ from __future__ import annotations
 
 import dataclasses
 import math
-import pathlib
 
 import msgspec
 
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, plan_of_bytes
-from tfcdo.topology import serialization
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import FORMAT, Topology, TopologyDocument, encode, of_this_format
 
 # A machine of this many devices takes half a minute.
 MAX_DEVICES = 128
@@ -32,8 +30,8 @@ class PackDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Describes an `Evaluation` in JSON."""
 
-    format: int = serialization.FORMAT
-    topology: serialization.TopologyDocument
+    format: int = FORMAT
+    topology: TopologyDocument
     algorithm: str
     resolved: str
     num_devices: int
@@ -79,13 +77,6 @@ class Evaluation:
             return self.algorithm
         return f"{self.algorithm}: {self.resolved}"
 
-    @property
-    def origin(self) -> str:
-        """Returns the origin of the trees, for readers."""
-        if self.resolved == "packed_trees":
-            return f"packed trees for {self.topology.name}"
-        return "the algorithm's own trees"
-
     def to_json(self) -> str:
         """Returns a JSON text, which `from_json` reads; one pack a line."""
         packs: list[PackDocument] = []
@@ -102,13 +93,13 @@ class Evaluation:
             packs=tuple(packs),
             **{name: getattr(self, name) for name in _AS_THEY_ARE},
         )
-        return serialization.encode(document)
+        return encode(document)
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Evaluation:
         """Reads a text of `to_json`, or raises `ValueError`; times are taken as they are."""
         try:
-            content = serialization.of_this_format(msgspec.json.decode(text))
+            content = of_this_format(msgspec.json.decode(text))
             document = msgspec.convert(content, PlanDocument)
         except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
             raise ValueError(f"not a plan as `tfcdo plan --save` writes it: {error}") from None
@@ -129,21 +120,8 @@ class Evaluation:
             **{name: getattr(document, name) for name in _AS_THEY_ARE},
         )
 
-    @classmethod
-    def read(cls, path: str | pathlib.Path) -> Evaluation:
-        """Reads a file; raises `ValueError`, which names it, if it does not hold a plan."""
-        try:
-            return cls.from_json(pathlib.Path(path).read_bytes())
-        except OSError as error:
-            raise ValueError(f"{path}: {error.strerror or error}") from None
-        except ValueError as error:
-            raise ValueError(f"{path}: {error}") from None
-
     def why_not_on(self, topology: Topology) -> str | None:
-        """Says why this plan is not for a machine; None if it was made for this one.
-
-        Two measurements of a machine differ a little, and are known as the same by their name.
-        """
+        """Says why this plan is not for a machine; None if it was made for this one."""
         made_for = self.topology
         if made_for.num_devices != topology.num_devices:
             return (
@@ -154,7 +132,8 @@ class Evaluation:
             return None
         if made_for.name != topology.name:
             return f"it was made for {made_for.name!r}, and these devices are {topology.name!r}"
-        if made_for.is_measured and topology.is_measured:
+        # Two measurements of a machine differ a little, and are known as the same by their name.
+        if topology.is_measured:
             return None
         return f"its {made_for.name!r} has other links than the current one"
 

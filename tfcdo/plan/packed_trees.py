@@ -116,9 +116,9 @@ def _try_counts(trial: _Trial) -> int:
     ways = tuple(itertools.product(_FILLS, (True, False)))
     tried: dict[int, float] = {}
 
-    def attempt(count: int) -> float:
-        if count in tried:
-            return tried[count]
+    def attempt(count: int) -> None:
+        if count in tried or (tried and trial.left <= 0):
+            return
         tried[count] = math.inf
         edges = tree_program.Edges(trial.topology, count / trial.num_bytes)
         for source in (Source.of_trees(edges), Source.of_rings(edges, rings)):
@@ -130,17 +130,13 @@ def _try_counts(trial: _Trial) -> int:
                 tried[count] = min(
                     tried[count], *(trial.seconds(trees(slack, *way)) for way in ways)
                 )
-        return tried[count]
 
     counts = sorted({*_NUM_PACKS, devices, 2 * devices})
     for count in counts if trial.num_packs is None else [trial.num_packs]:
-        if trial.left > 0 or not tried:
-            attempt(count)
+        attempt(count)
     best = min(tried, key=tried.__getitem__)
-    if trial.num_packs is None:
-        for factor in _NEAR_COUNTS:
-            if trial.left > 0:
-                attempt(round(factor * best) or 1)
+    for factor in _NEAR_COUNTS if trial.num_packs is None else ():
+        attempt(round(factor * best) or 1)
     return min(tried, key=tried.__getitem__)
 
 
@@ -164,16 +160,12 @@ def _try_few(trial: _Trial) -> None:
 
 @dataclasses.dataclass(frozen=True)
 class Stream:
-    """A copy tree, and the equal packs that are sent along it one after another.
-
-    `part` is its part of the data, relative to the other streams; at most `window` packs are in
-    flight.
-    """
+    """A copy tree, and the equal packs that are sent along it one after another."""
 
     tree: copy_tree.CopyTree
-    part: float
+    part: float  # Its part of the data, relative to the other streams.
     num_packs: int = 1
-    window: int | None = None
+    window: int | None = None  # The most packs in flight; None for no limit.
 
 
 Streams: TypeAlias = "tuple[Stream, ...]"
@@ -184,10 +176,6 @@ class Source:
 
     Each column of the program is one tree, or the paths along a Hamiltonian ring, one for each edge
     that a path can leave out: together they load all edges of the ring equally.
-
-    References:
-      Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
-      2009 (ring all-reduce, here with more than one ring and from the middle or both ends).
     """
 
     def __init__(self, solved: tree_program.Solved, ways: tree_program.Floats) -> None:
@@ -228,11 +216,7 @@ class Source:
         return num_bytes * self._solved.program.unit / float(self._solved.rates.sum())
 
     def streams(self, num_packs: int, slack: float, fill: float | None, from_ends: bool) -> Streams:
-        """Returns the streams of few trees with short ways, of about a number of packs.
-
-        Each tree is rooted at its center, or used twice, from both ends of its longest path. See
-        `_SLACKS` and `_FILLS`.
-        """
+        """Returns the streams of few trees with short ways; see `_SLACKS` and `_FILLS`."""
         if slack not in self._rates:
             self._rates[slack] = tree_program.shallow_rates(self._solved, self._ways, slack)
         program, rates = self._solved.program, self._rates[slack]
@@ -248,7 +232,8 @@ class Source:
             trees = [column]
             if len(column) == program.edges.num_devices:  # A ring.
                 trees = [tuple(edge for edge in column if edge != left) for left in column]
-            # Rooted at both ends, each link begins with copies up one of two trees.
+            # Each tree is rooted at its center, or used twice, from both ends of its longest path:
+            # then each link begins with copies up one of two trees.
             rate = rate_of_all / len(trees) / (2 if from_ends else 1)
             count = max(1, round(num_packs * rate * column_way / busy))
             for tree in trees:
@@ -300,7 +285,6 @@ def rings_of(topology: Topology) -> list[tree_program.Tree]:
 
 
 def _num_packs(streams: Sequence[Stream]) -> int:
-    """Returns the number of packs of all streams."""
     return sum(stream.num_packs for stream in streams)
 
 

@@ -258,15 +258,6 @@ class Plan:
         return tuple(tuple(sorted(parts, key=lambda part: part.start)) for parts in slices)
 
     @functools.cached_property
-    def casts(self) -> tuple[str | None, ...]:
-        """Returns `casts`; `casts[v]` is the dtype that value `v` is cast to first, if any."""
-        found = {part.value: pack.dtype for pack in self.packs for part in pack.slices}
-        return tuple(
-            None if found[index] in ("", value.dtype) else found[index]
-            for index, value in enumerate(self.values)
-        )
-
-    @functools.cached_property
     def one_function(self) -> bool:
         """Returns whether its ops wait for each other, so that they must run at the same time."""
         return any(pack.tree is None for pack in self.packs)
@@ -342,15 +333,12 @@ class Plan:
             packs.append(key + ([identity(exchange), self.hosts] if exchange else []))
         return f"2-{digest([self.nodes, self.values, packs])}"
 
-    def num_collectives(self, copied_dtypes: Callable[[set[str]], int]) -> int:
-        """Returns the number of collectives between hosts.
-
-        `copied_dtypes` gives, for the dtypes of a pack, the number of dtypes that gather them.
-        """
+    def num_collectives(self, dtype_copied: Callable[[str], Any]) -> int:
+        """Returns the number of collectives between hosts, given what a dtype is gathered as."""
         return sum(
             len(self.exchanged(pack))
             if pack.root.exchange is not None
-            else 1 + copied_dtypes(self.gathered_dtypes(pack))
+            else 1 + len(set(map(dtype_copied, self.gathered_dtypes(pack))))
             for pack in self.packs
         )
 

@@ -177,13 +177,11 @@ def robust_seconds(
 
 @dataclasses.dataclass(frozen=True)
 class TaskGraph:
-    """The tasks of a plan on a topology: lists, with an entry for each task, named as in `Task`.
-
-    A task holds one of the `resource_sets`, and begins when its dependencies have ended.
-    """
+    """The tasks of a plan on a topology: lists, with an entry for each task, named as in `Task`."""
 
     names: list[tuple[str, int, int, int]] = dataclasses.field(default_factory=list)
     durations: list[float] = dataclasses.field(default_factory=list)
+    # The number of the one of the `resource_sets` that a task holds.
     resource_set_of: list[int] = dataclasses.field(default_factory=list)
     resource_sets: dict[tuple[int, ...], int] = dataclasses.field(default_factory=dict)
     num_dependencies: list[int] = dataclasses.field(default_factory=list)
@@ -209,7 +207,7 @@ class TaskGraph:
         self.num_dependencies.append(len(after))
         return task
 
-    @functools.cached_property
+    @property
     def least_seconds(self) -> float:
         """Returns the longest of the ways through the graph and of the resources' busy times."""
         longest = [0.0] * len(self.names)

@@ -111,11 +111,7 @@ class Edges:
         return tuple(sorted(edges))
 
     def roots(self, tree: Tree) -> tuple[tuple[int, float], ...]:
-        """Returns a tree's center and the two ends of its longest path, as roots.
-
-        With each root comes the longest way of a byte from a leaf to the root and to a leaf, in
-        seconds.
-        """
+        """Returns a tree's center and its longest path's ends as roots, with their `longest`."""
         if tree in self._roots:
             return self._roots[tree]
         # Seconds from each device to each other one along the tree.
@@ -125,6 +121,7 @@ class Edges:
             way[device, seen] = self.seconds[device, near] + way[near, seen]
             way[seen, device] = way[seen, near] + self.seconds[near, device]
             seen.append(device)
+        # The seconds of a byte's longest way from a leaf to each root, and from there to a leaf.
         longest = way.max(0) + way.max(1)
         ends = np.unravel_index(int((way + way.T).argmax()), way.shape)
         roots = tuple((int(root), float(longest[root])) for root in (longest.argmin(), *ends))
@@ -155,8 +152,7 @@ class TreeProgram:
 
     def __init__(self, edges: Edges, unit: float) -> None:
         self.edges, self.unit = edges, unit
-        self.trees: dict[Tree, None] = {}
-        self.scales: list[float] = []
+        self.trees: dict[Tree, float] = {}  # Each with its scale.
         import highspy
 
         self.solver = _solver_class()()
@@ -171,11 +167,9 @@ class TreeProgram:
         """Adds a tree; returns whether it is new."""
         if tree in self.trees:
             return False
-        self.trees[tree] = None
         load = np.append(self.edges.load(tree) / self.unit, 1.0)
-        scale = float(load[:-1].max())
+        scale = self.trees[tree] = float(load[:-1].max())
         held = np.flatnonzero(load).astype(np.int32)
-        self.scales.append(scale)
         self.solver.addCol(1 / scale, 0.0, math.inf, len(held), held, load[held] / scale)
         return True
 
@@ -192,12 +186,12 @@ class TreeProgram:
             )
         solution = self.solver.getSolution()
         # Rounding may leave a little below 0.
-        rates = np.maximum(solution.col_value, 0) / np.array(self.scales)
+        rates = np.maximum(solution.col_value, 0) / np.array(list(self.trees.values()))
         return rates, np.maximum(solution.row_dual[: self.edges.num_resources], 0)
 
     def value(self, values: Sequence[float] | Floats) -> None:
         """Changes how much the rate of each tree counts."""
-        for index, (value, scale) in enumerate(zip(values, self.scales, strict=True)):
+        for index, (value, scale) in enumerate(zip(values, self.trees.values(), strict=True)):
             self.solver.changeColCost(index, float(value) / scale)
 
     def require(self, least_rate: float) -> None:
@@ -274,10 +268,7 @@ def _cheapest(edges: Edges, prices: Floats) -> tuple[Tree, float]:
 
 
 def shallow_rates(solved: Solved, ways: Floats, slack: float) -> Floats:
-    """Returns rates of few trees with short ways, whose sum is within a slack of the best.
-
-    `ways` are the seconds of each tree's longest way.
-    """
+    """Returns rates of few trees with short ways (in seconds): the best sum, but for a slack."""
     program, ways = solved.program, np.minimum(ways, 1e4 * ways.min())
     program.require((1 - slack) * float(solved.rates.sum()))
     costs = ways

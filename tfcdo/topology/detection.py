@@ -67,10 +67,7 @@ def detect_with_reason(devices: tuple[str, ...]) -> tuple[Topology, str]:
 
 
 def name_of_measured(devices: Sequence[str]) -> str | None:
-    """Returns a name for a measurement of some devices: their kind, number, model and links.
-
-    None if they are not devices of one kind, each for itself, on one host.
-    """
+    """Returns a name for a measurement of different devices of one kind and host; else None."""
     hosts, kinds, indices = _parse_all(devices)
     if len(hosts) > 1 or len(set(kinds)) > 1:
         return None
@@ -158,10 +155,8 @@ def _visible_gpus(logical_gpus: Sequence[int]) -> list[int]:
 
 
 def _read_nvidia_smi() -> tuple[Topology, list[int]]:
-    """Returns the machine, and the number in it of each GPU that CUDA shows to this process.
-
-    GPUs are taken to be in the same order for CUDA as for nvidia-smi, as GPUs of one model are.
-    """
+    """Returns the machine, and the number in it of each GPU that CUDA shows to this process."""
+    # GPUs are taken to be in the same order for CUDA as for nvidia-smi, as GPUs of one model are.
     try:
         machine = Topology.from_nvidia_smi(_run_nvidia_smi("topo", "-m"))
     except ValueError as error:

@@ -22,8 +22,7 @@ from tfcdo.cache_folder import write_whole
 from tfcdo.topology import detection
 from tfcdo.topology.links import Resource, Route, link_name, ordered_pairs
 from tfcdo.topology.presets import preset
-from tfcdo.topology.serialization import FORMAT, TopologyDocument, of_this_format
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import FORMAT, Topology, TopologyDocument, of_this_format
 
 # Floats of a tensor that is copied or added: more than caches hold, of a few devices.
 _COUNT = 2**22
@@ -203,11 +202,7 @@ def _topology(name: str, clock: _Clock) -> Topology:
 def infer_routes(
     alone: Sequence[Route], time_copies: Callable[[Sequence[Pair], int], float], num_bytes: int
 ) -> list[Route]:
-    """Adds the resources that links share to routes that hold a wire each, by timing copies.
-
-    Pairs of links that may share something are timed together, by a function of pairs of devices
-    and bytes. Links every two of which slow each other down share a resource: they are a clique.
-    """
+    """Adds the resources that links share to routes that hold a wire each, by timing copies."""
     bandwidths = {route[:2]: route.resources[0].bandwidth for route in alone}
     seconds = {route[:2]: route.latency + num_bytes / bandwidths[route[:2]] for route in alone}
     # Links without a common device are tried only if they are slow: they lead through a host.
@@ -220,6 +215,7 @@ def infer_routes(
             short, long = sorted((seconds[one], seconds[other]))
             if time_copies([one, other], num_bytes) > long + 0.5 * short:
                 conflicts.append((one, other))
+    # Links every two of which slow each other down share a resource: they are a clique.
     resources = {route[:2]: [*route.resources] for route in alone}
     for number, clique in enumerate(_cliques_over_edges(conflicts)):
         fastest = max(bandwidths[pair] for pair in clique)
@@ -296,24 +292,14 @@ class Measured:
 
 
 def save(measured: Measured, path: str | os.PathLike[str]) -> None:
-    """Writes a file that `read` reads."""
+    """Writes a file whose content `parse` reads."""
     document = {"format": FORMAT} | vars(measured) | {"topology": measured.topology.to_document()}
     text = msgspec.json.format(msgspec.json.encode(document), indent=1)
     write_whole(pathlib.Path(path), text)
 
 
-def read(path: str | os.PathLike[str]) -> Measured:
-    """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
-    try:
-        return parse(pathlib.Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
-
-
 def parse(content: bytes) -> Measured:
-    """Reads the content of such a file."""
+    """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
     try:
         read = msgspec.json.decode(content)
     except msgspec.DecodeError:

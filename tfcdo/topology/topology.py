@@ -1,4 +1,8 @@
-"""Defines topologies: devices, the links between them, and the resources that links share."""
+"""Defines topologies: devices, the links between them, and the resources that links share.
+
+In JSON, links name their resources where a topology numbers them. A bandwidth without a limit is
+null, because JSON has no infinity.
+"""
 
 from __future__ import annotations
 
@@ -6,15 +10,19 @@ import collections
 import dataclasses
 import functools
 import hashlib
+import json
 import math
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+import os
+import pathlib
+import re
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any, TypeVar
 
 import msgspec
 
 from tfcdo import checks
-from tfcdo.topology import serialization
 from tfcdo.topology.links import (
+    LATENCY,
     Link,
     Resource,
     Route,
@@ -22,10 +30,51 @@ from tfcdo.topology.links import (
     link_name,
     ordered_pairs,
     reached,
+    read_routes,
 )
 
+_T = TypeVar("_T")
+
+# The format of the files of topologies, plans and measurements that this version writes.
+FORMAT = 2
 # The names of measured topologies begin with this.
 MEASURED = "measured "
+
+
+class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Resource`; a bandwidth of None has no limit."""
+
+    name: str
+    bandwidth: float | None
+
+
+class LinkDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Link`, whose resources are named."""
+
+    source: int
+    target: int
+    latency: float = LATENCY
+    resources: tuple[str, ...]
+    via_host: bool = False
+
+
+class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Describes a `Topology`; one in another document has no format of its own."""
+
+    format: int | msgspec.UnsetType = msgspec.UNSET
+    name: str
+    num_devices: int
+    addition_bandwidth: float | None = None
+    serial_reduction: bool = False
+    resources: tuple[ResourceDocument, ...]
+    links: tuple[LinkDocument, ...]
+
+
+_FIELDS: dict[str, type[msgspec.Struct]] = {
+    "": TopologyDocument,
+    "resources": ResourceDocument,
+    "links": LinkDocument,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -237,20 +286,14 @@ class Topology:
             ]
           }
         """
-        return serialization.encode(
-            msgspec.structs.replace(self.to_document(), format=serialization.FORMAT)
-        )
+        return encode(msgspec.structs.replace(self.to_document(), format=FORMAT))
 
-    def to_document(self) -> serialization.TopologyDocument:
+    def to_document(self) -> TopologyDocument:
         """Returns the document that describes this topology in JSON."""
-        names = [resource.name for resource in self.resources]
-        links = [
-            {**vars(link), "resources": [names[index] for index in link.resources]}
-            for link in self.links
-        ]
-        fields = {"name": self.name, "num_devices": self.num_devices, **self._costs}
-        fields |= {"resources": self.resources, "links": links}
-        return msgspec.convert(fields, serialization.TopologyDocument, from_attributes=True)
+        fields = dataclasses.asdict(self)
+        for link in fields["links"]:
+            link["resources"] = [self.resources[index].name for index in link["resources"]]
+        return msgspec.convert(fields, TopologyDocument)
 
     @classmethod
     def from_json(cls, text: str) -> Topology:
@@ -274,10 +317,20 @@ class Topology:
           >>> Topology.from_json(pcie.to_json()) == pcie
           True
         """
-        return cls.from_document(serialization.decode(text))
+        content = None
+        try:
+            content = of_this_format(json.loads(text))
+            document = msgspec.convert(content, TopologyDocument)
+        except json.JSONDecodeError as error:
+            raise ValueError(f"not a JSON text: {error}") from error
+        except RecursionError:
+            raise ValueError("not a topology: lists or objects are nested too deeply") from None
+        except msgspec.ValidationError as error:
+            raise ValueError(f"not a topology: {_explain(str(error), content)}") from None
+        return cls.from_document(document)
 
     @classmethod
-    def from_document(cls, document: serialization.TopologyDocument) -> Topology:
+    def from_document(cls, document: TopologyDocument) -> Topology:
         """Returns the topology that a document describes."""
         resources = [Resource(one.name, _unlimited(one.bandwidth)) for one in document.resources]
         numbers = {resource.name: number for number, resource in enumerate(resources)}
@@ -287,7 +340,7 @@ class Topology:
             if unknown:
                 raise ValueError(
                     f"not a topology: links[{position}].resources must hold names that "
-                    f'"resources" of the topology have; got {serialization.abbreviate(unknown[0])}'
+                    f'"resources" of the topology have; got {abbreviate(unknown[0])}'
                 )
             held = tuple(numbers[name] for name in link.resources)
             links.append(Link(link.source, link.target, link.latency, held, link.via_host))
@@ -296,7 +349,7 @@ class Topology:
 
     @classmethod
     def from_nvidia_smi(cls, text: str) -> Topology:
-        """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.serialization.read_routes`.
+        """Reads the table of `nvidia-smi topo -m`; see `tfcdo.topology.links.read_routes`.
 
         Args:
           text: the output of the command.
@@ -307,9 +360,64 @@ class Topology:
         Raises:
           ValueError: if the text holds no such table.
         """
-        num_devices, routes = serialization.read_routes(text)
+        num_devices, routes = read_routes(text)
         return cls.from_routes("nvidia-smi", num_devices, routes)
 
 
 def _unlimited(bandwidth: float | None) -> float:
     return math.inf if bandwidth is None else bandwidth
+
+
+def encode(document: Any) -> str:
+    """Returns a document as a JSON text, with each entry of a list on a line, for people."""
+    lines = []
+    for name, value in msgspec.to_builtins(document).items():
+        text = _on_one_line(value)
+        if isinstance(value, (list, tuple)):
+            text = "[" + ",".join(f"\n    {_on_one_line(entry)}" for entry in value) + "\n  ]"
+        lines.append(f'  "{name}": {text}')
+    return "{\n" + ",\n".join(lines) + "\n}"
+
+
+def _on_one_line(value: Any) -> str:
+    """Returns a value as JSON; infinity is null."""
+    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
+
+
+def read_file(path: str | os.PathLike[str], parse: Callable[[bytes], _T]) -> _T:
+    """Returns the parsed content of a file; a `ValueError` names the file."""
+    try:
+        return parse(pathlib.Path(path).read_bytes())
+    except OSError as error:
+        raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
+    except ValueError as error:
+        raise ValueError(f"{os.fspath(path)}: {error}") from None
+
+
+def of_this_format(content: Any) -> Any:
+    """Returns a file's content; one that another version of tfcdo has written is a `ValueError`."""
+    found = content.get("format", FORMAT) if isinstance(content, dict) else FORMAT
+    if isinstance(found, int) and found != FORMAT:
+        raise ValueError(f"format must be {FORMAT}; got {found}, of another version of tfcdo")
+    return content
+
+
+def _explain(message: str, content: Any) -> str:
+    """Returns msgspec's message with the place in front and what was given there at the end."""
+    wanted, _, path = message.partition(" - at `$")
+    path = path.strip(".`")
+    given = content
+    for step in re.findall(r"\w+", path):
+        given = given[int(step) if step.isdigit() else step]
+    place = f"{path}: " if path else ""
+    wanted = re.sub(", got `.*", "", wanted)
+    of_object = re.fullmatch(r"(?:(\w+)\[\d+\])?", path)
+    if of_object:
+        wanted += f" (fields: {', '.join(_FIELDS[of_object[1] or ''].__struct_fields__)})"
+    return f"{place}{wanted[0].lower()}{wanted[1:]}; got {abbreviate(given)}"
+
+
+def abbreviate(value: Any) -> str:
+    """Returns a value as JSON, cut after 80 characters."""
+    text = json.dumps(value, ensure_ascii=False)
+    return text if len(text) <= 80 else f"{text[:77]}..."

@@ -20,7 +20,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.plan.packing import deal_owners
+from tfcdo.plan.algorithms import deal_owners
 from tfcdo.training import step, updates
 from tfcdo.training.step import SUM, ReplicaStep, components
 

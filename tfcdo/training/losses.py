@@ -13,7 +13,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals
-from tfcdo.execute.gradients import Gradient
+from tfcdo.execute.numerics import Gradient
 from tfcdo.training import step
 
 Function = Callable[..., Any]

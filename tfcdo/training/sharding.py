@@ -13,7 +13,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.execute import rows
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
-from tfcdo.plan.packing import deal_owners
+from tfcdo.plan.algorithms import deal_owners
 from tfcdo.training import step
 
 _OWNER = "tfcdo_owner"  # The index of its owner's device, an attribute of TensorFlow's variable.

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.execute import numerics
-from tfcdo.execute.gradients import Gradient
+from tfcdo.execute.numerics import Gradient
 
 SUM = tf.distribute.ReduceOp.SUM
 
