@@ -104,14 +104,6 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertLen(told, 1 if warning else 0)
         self.assertIn(warning or "", "".join(told))
 
-    def test_structures_whose_scalars_have_no_axis_and_whose_rows_have(self):
-        rows = tu.per_replica([np.full([r + 1, 2], r, np.float32) for r in range(3)])
-        scalars = tu.per_replica([np.float32(r) for r in range(3)])
-        reduced = self.strategy.reduce(tu.MEAN, {"a": (rows, scalars), "b": [rows]}, axis=0)
-        self.assertAllClose([8 / 6, 8 / 6], reduced["a"][0])
-        self.assertAllClose(1.0, reduced["a"][1])
-        self.assertAllClose([[8 / 6, 8 / 6]], reduced["b"])
-
     @parameterized.parameters(False, True)
     def test_a_step_runs_where_all_replicas_have_data(self, nested):
         """Seven batches, on three replicas: the first one alone has data for a third step."""
@@ -250,6 +242,10 @@ class _Unfrozen(tfcdo.exchange.Sum):
     pass
 
 
+_SHARDED = {"devices": None, "shard_optimizer_state": True}
+_THEIRS, _ONE_DEVICE = tf.distribute.ReductionToOneDevice(), tfcdo.ReductionToOneDevice()
+
+
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
         ("communication_options must be .* or None; got 5", {"communication_options": 5}),
@@ -267,6 +263,9 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             "must be an object such as .*AutoAllReduce'>",
             {"devices": None, "cross_device_ops": tfcdo.AutoAllReduce},
         ),
+        ("shard_optimizer_state must be .*; got 1", _SHARDED | {"shard_optimizer_state": 1}),
+        ("is one of tfcdo's all-reduce classes", _SHARDED | {"cross_device_ops": _THEIRS}),
+        ("is one of tfcdo's all-reduce", _SHARDED | {"cross_device_ops": _ONE_DEVICE}),
     )
     def test_types(self, message, arguments):
         one_host = "devices" in arguments
