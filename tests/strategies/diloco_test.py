@@ -13,7 +13,6 @@ import clusters
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 from clusters import other_strategy
 from keras import optimizers as ko
 
@@ -30,7 +29,6 @@ _plain = functools.partial(ko.SGD, 1.0)  # As the outer optimizer, it averages.
 
 
 def data(count: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
-    """Draws examples."""
     drawn = np.random.default_rng(7)
     inputs = drawn.normal(0, 0.4, size=[count, 36]).astype(np.float32)
     return inputs, np.sin(inputs @ drawn.normal(size=[36, 40])).astype(np.float32)
@@ -246,7 +244,6 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
 
 class DiLoCoTest(tf.test.TestCase):
     def test_two_hosts(self):
-        """One test, as each of pytest's processes would start hosts of its own."""
         names = ["alone", "fragments", "scaled", "int8", "own_loop", "other_weights"]
         results, _ = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, hosts in results.items():
@@ -299,17 +296,6 @@ class DiLoCoTest(tf.test.TestCase):
     def check_weights(self, expected, result, tolerance):
         for at, one in enumerate(expected):
             self.assertAllClose(one, result[f"replica_{at}"][0], atol=tolerance, rtol=0)
-
-
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (ValueError, "every must be at least 1; got 0", 0),
-        (ValueError, "fragments must divide every, 50; got fragments=4", 50, None, 4),
-        (TypeError, "optimizer must be a function that makes a Keras", 50, 0.7),
-    )
-    def test_are_checked(self, error, message, *arguments):
-        with self.assertRaisesRegex(error, message):
-            DiLoCo(*arguments)
 
 
 if __name__ == "__main__":
