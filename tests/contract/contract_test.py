@@ -84,7 +84,6 @@ class Value:
         return at(devices) if len(devices) > 1 else devices[0]
 
     def devices(self, count: int) -> tuple[str, ...]:
-        """The devices that the result must be on."""
         if isinstance(self.destinations, tuple):
             return tuple(map(tu.device_name, self.destinations))
         return tu.device_names(count)[:: -1 if self.destinations else 1]
