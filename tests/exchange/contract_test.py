@@ -68,6 +68,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     def test_within_the_bound_alike_on_all_hosts_and_nothing_is_lost(self, name, cluster):
         hosts, dtype = cluster
         case, rehearsal = self.rehearse(name, *cluster)
+        np.testing.assert_equal(*rehearsal.states[:2])  # Hosts begin alike.
         steps = [_values(case.exchange, hosts, step, dtype) for step in range(STEPS)]
         results = [rehearsal.step(values) for values in steps]
         errors = [np.max(np.abs(a - b)) for a, b in zip(results[0], _exact(steps[0]), strict=True)]

@@ -79,6 +79,8 @@ class TrafficTest(TrainingTestCase):
         ops = tu.traced_ops(lambda: strategy.run(step))
         scattered = [op for op in ops if op.type == "ResourceScatterUpdate"]
         self.assertLen(scattered, 1 if only_rows else 0)
+        strategy.run(step)
+        self.assert_bitwise_equal([one.read_value() for one in table.value.values])
 
     def test_state_is_dealt_evenly(self):
         strategy = strategy_of(4, shard_optimizer_state=True)

@@ -97,10 +97,7 @@ def fragments(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def scaled(strategy: Any) -> dict[str, np.ndarray]:
-    """Exchanges after each third update, which is each sixth step; scales losses.
-
-    The inner optimizer's state is on one device of each host.
-    """
+    """Exchanges after each sixth step, the third update; scales losses, and shards the state."""
     sharding = _outer(strategy, 3, shard_optimizer_state=True)
     accumulating = functools.partial(_adam, gradient_accumulation_steps=2)
     return _train(sharding, lambda: ko.LossScaleOptimizer(accumulating(), 16.0))
@@ -195,10 +192,7 @@ class _Host:
 
 
 def _simulate(every, fragments=(0, 0), accumulated=1):
-    """Returns what all hosts have after the first epoch, and at the end.
-
-    The outer optimizer is SGD(0.7, momentum=0.9, nesterov=True).
-    """
+    """Returns the common parameters after the first epoch, and at the end."""
     common = [one.astype(np.float64) for one in model_with("sgd").get_weights()]
     velocity = [np.zeros_like(one) for one in common]
     hosts = [_Host(common, accumulated) for _ in range(2)]
