@@ -91,8 +91,6 @@ class DrawsTest(TrainingTestCase):
         self.assert_same_training(expected, fitted(2, of_images, images), 1e-5)
 
     def test_functions(self):
-        """What is drawn is used as it is, so that each number is compared."""
-
         class Draws(kl.Layer):
             def __init__(self) -> None:
                 super().__init__()

@@ -1,7 +1,6 @@
 """Hosts that train alone and exchange their parameters in turn, compared with a simulation.
 
-The simulation is Adam on each host's part of the batches, and an outer optimizer, in numpy. All
-scenarios of a number of hosts run in one start of them.
+The simulation is Adam on each host's part of the batches, and an outer optimizer, in numpy.
 """
 
 from __future__ import annotations
