@@ -55,7 +55,6 @@ class Value:
     seed: int
 
     def arrays(self, count: int) -> list[Any]:
-        """Makes what each replica holds: an array, or `tf.IndexedSlices`."""
         # Sums of eight fit into 8 bits. Sums of 16-bit floats have more digits, and are rounded.
         limit = 15 if self.dtype.is_integer and self.dtype.size == 1 else 100
         if self.dtype in tu.FLOATS_16 and self.rows is None:
@@ -84,14 +83,12 @@ class Value:
         return at(devices) if len(devices) > 1 else devices[0]
 
     def devices(self, count: int) -> tuple[str, ...]:
-        """The devices that the result must be on."""
         if isinstance(self.destinations, tuple):
             return tuple(map(tu.device_name, self.destinations))
         return tu.device_names(count)[:: -1 if self.destinations else 1]
 
 
 def values() -> Any:
-    """Draws a `Value`."""
     device = st.integers(0, tu.NUM_DEVICES - 1)
     some = st.sampled_from([1, 4]).flatmap(
         lambda most: st.lists(device, min_size=1, max_size=most, unique=True).map(tuple)

@@ -17,8 +17,7 @@ from absl.testing import parameterized
 from testing_utils import MEAN, SUM
 
 import tfcdo
-from tfcdo import cross_device_ops, log
-from tfcdo.plan import algorithms
+from tfcdo import log
 from tfcdo.plan.copy_tree import chain, star
 
 ALL_REDUCES: list[Any] = [
@@ -51,17 +50,12 @@ class ConstructorTest(parameterized.TestCase):
     def test_options_that_several_classes_accept(self, cls):
         options: dict[str, Any] = {"sparse_as_dense": True, "sum_equal_rows": True}
         options |= {"wire_dtype": "float16", "error_feedback": True}
-        documented = accepted = cross_device_ops.CommonOptions
         unexpected = "topology"
         if cls is not tfcdo.ReductionToOneDevice:
             unexpected = "topologie"
             options["topology"] = tfcdo.topology.preset("dgx1")
-            accepted = cross_device_ops.AllReduceOptions
-        # As a reference or an editor shows them.
-        self.assertEqual(set(accepted.__annotations__), set(options))
         made = repr(cls(**options))
         for name, value in options.items():
-            self.assertIn(f"      {name}: ", f"{accepted.__doc__}{documented.__doc__}")
             self.assertIn(f"{name}={getattr(value, 'name', value)!r}", made)
         self.assertIn("wire_dtype='bfloat16'", repr(cls(wire_dtype=tf.bfloat16)))
         self.assertNotIn("wire", repr(cls()))
@@ -92,8 +86,6 @@ class ConstructorTest(parameterized.TestCase):
         for value in ("bogus", "", None, 3, "NCCL", ("ring",), [[1, 2]]):
             message = f"all_reduce_alg .*{named}.*{re.escape(repr(value))}"
             calls.append((message, make, {"all_reduce_alg": value}))
-        for known in algorithms.ALGORITHMS:
-            calls.append((f"all_reduce_alg .*{known}", make, {"all_reduce_alg": "bogus"}))
         for value in ("hierarchical_copy", "auto", [chain(3), star(3)]):
             arguments = {"all_reduce_alg": value, "require_nccl": True}
             calls.append(("require_nccl must .*which does not use NCCL", make, arguments))

@@ -28,7 +28,6 @@ def setUpModule() -> None:
 
 @functools.cache
 def losses_of_one() -> list[float]:
-    """Runs the example on one device."""
     with mock.patch.object(tfcdo.keras, "set_distribution"):
         return runpy.run_path(str(_EXAMPLE))["losses"]["loss"]
 

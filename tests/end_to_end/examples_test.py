@@ -44,14 +44,6 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         model, expected_model = _on_two_and_one(example.train)
         for own, expected in zip(model.weights, expected_model.weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
-        if name == "embeddings":  # They learn more than the best constant.
-            words, labels = (np.concatenate(parts) for parts in zip(*example.make_data()))
-            constant = np.full([len(labels), 1], labels.mean())
-            best = model.loss(labels[:, None], np.log(constant / (1 - constant)))
-            self.assertLess(model.loss(labels[:, None], model(words)), best / 2)
-        elif name == "accumulate_and_clip":
-            updates = 2 * 16 // example.STEPS_PER_UPDATE
-            self.assertEqual(int(model.optimizer.iterations), updates)
 
     def test_mixed_precision(self):
         (model, loss), (_, expected) = _on_two_and_one(_load("mixed_precision").train)

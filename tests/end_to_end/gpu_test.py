@@ -6,17 +6,20 @@ skip. The same tests run on processors in every other file: here it is the devic
 
 from __future__ import annotations
 
+import functools
 import itertools
 import unittest
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import keras
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl import logging
 from absl.testing import parameterized
+from keras_training import TrainingTestCase, fitted
 from testing_utils import DTYPES, EAGER, FUNCTION, MEAN, SUM
 
 import tfcdo
@@ -38,7 +41,6 @@ def setUpModule() -> None:
 
 
 def parts(count: int) -> list[str]:
-    """Logical devices of the first card."""
     return [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in range(count)]
 
 
@@ -57,11 +59,10 @@ def batch(count: int, dtypes: Sequence[tf.DType]) -> list[list[np.ndarray]]:
     ]
 
 
-class GpuTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+class GpuTest(TrainingTestCase):
     def check(
         self, ops: Any, reduce_op: Any, mode: str, devices: Sequence[str], dtypes: Any = DTYPES
     ) -> None:
-        """All-reduces a batch and compares with numpy, on every device."""
         arrays = batch(len(devices), dtypes)
         values = [tu.per_replica(own, devices) for own in arrays]
         results = tu.all_reduce(ops, reduce_op, values, mode)
@@ -74,23 +75,10 @@ class GpuTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 self.assertEqual(list(devices), [value.device for value in result.values])
 
     def check_training(self, ops: Any, devices: Sequence[str]) -> None:
-        """Trains with Keras, and compares with training on one device."""
-        generator = np.random.default_rng(0)
-        x = generator.normal(size=(48, 3)).astype(np.float32)
-        y = x @ np.array([[1.0], [-2.0], [0.5]], np.float32)
-
-        def train(strategy: tf.distribute.Strategy) -> list[np.ndarray]:
-            tf.keras.utils.set_random_seed(1)
-            with strategy.scope():
-                model = tf.keras.Sequential([tf.keras.Input((3,)), tf.keras.layers.Dense(1)])
-                model.compile(tf.keras.optimizers.SGD(0.1), "mse")
-            model.fit(x, y, batch_size=24, epochs=2, shuffle=False, verbose=0)
-            return model.get_weights()
-
-        alone = train(tf.distribute.OneDeviceStrategy(devices[0]))
-        together = train(tf.distribute.MirroredStrategy(devices, cross_device_ops=ops))
-        for expected, weights in zip(alone, together, strict=True):
-            self.assertAllClose(expected, weights, rtol=1e-4, atol=1e-5)
+        strategy = tfcdo.MirroredStrategy(devices, ops)
+        make = functools.partial(keras.optimizers.SGD, 0.1)
+        alone, together = fitted(1, make), fitted(0, make, run_eagerly=False, strategy=strategy)
+        self.assert_same_training(alone, together, 1e-4)
 
 
 class CopyTreesTest(GpuTest):

@@ -86,7 +86,6 @@ def _train_on_one_device(folder: pathlib.Path) -> None:
 
 
 def _start_node(address: str) -> subprocess.Popen[bytes]:
-    """Starts a node with one CPU, in a process group of its own."""
     ray = [sys.executable, "-c", "import ray.scripts.scripts; ray.scripts.scripts.main()"]
     return subprocess.Popen(
         [*ray, "start", "--address", address, "--num-cpus", "1", "--block"],

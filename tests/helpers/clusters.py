@@ -32,8 +32,6 @@ from tfcdo.cluster.config import reserved_ports, tf_config
 
 
 class Outcome(NamedTuple):
-    """End of a host's process."""
-
     returncode: int | None
     output: str
 
@@ -125,7 +123,7 @@ def weights(strategy: Any, variables: Any) -> dict[str, np.ndarray]:
 
 @contextlib.contextmanager
 def disagreeing(case: str, pattern: str) -> Iterator[None]:
-    """Asserts that a block ends in an error that matches, in a session of its own."""
+    """Asserts that a block ends in an error that matches, and so its session, one of its own."""
 
     class Store(tf_internals.KeyValueStore):
         def set(self, key: str, value: str) -> None:

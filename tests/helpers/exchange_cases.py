@@ -28,22 +28,11 @@ Gathered = _of_the_page()
 
 @dataclasses.dataclass(frozen=True)
 class Case:
-    """An exchange.
-
-    Attributes:
-      exchange: the exchange.
-      relative: the largest error of a sum, relative to the sum over hosts of the largest magnitudes
-        of the pack.
-      keeps: the names of the state that holds, in the shape of the values, all that is not sent.
-      devices: the devices per host of the processes that run it in hosts_test.
-      is_late: whether its first steps are exact, and later ones are not.
-    """
-
     exchange: Exchange
-    relative: float
-    keeps: tuple[str, ...] = ()
-    devices: int = 2
-    is_late: bool = False
+    relative: float  # Error of a sum, a part of the sum over hosts of the largest magnitudes.
+    keeps: tuple[str, ...] = ()  # State that holds, in the values' shape, all that is not sent.
+    devices: int = 2  # Of each host, in hosts_test.
+    is_late: bool = False  # Its first steps are exact.
 
 
 CASES = {

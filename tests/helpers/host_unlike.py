@@ -1,8 +1,4 @@
-"""Hosts that are not alike: either their sums are correct, or an error names the difference.
-
-All cases run in one set of processes. A disagreement ends a session for good, so each case that is
-to end in one has a session of its own, whose keys are apart from all others.
-"""
+"""Hosts that are not alike: either their sums are correct, or an error names the difference."""
 
 from __future__ import annotations
 

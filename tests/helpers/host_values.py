@@ -19,16 +19,13 @@ SHAPE = (3, 5)
 def all_values(strategy: Any) -> None:
     """Checks everything: in functions where hosts have several devices, and otherwise eagerly."""
     case = _Case(strategy)
-    wrap: Any = _function if case.local > 1 else lambda body: body
-    case.all_reduce(wrap)
-    case.slices(wrap)
-    case.gather(wrap)
-    case.gather_structure(wrap)
-    case.refused(wrap)
-    case.cross_replica(wrap)
-    case.gradient()
+    check_all_reduces(strategy)
+    case.slices()
+    case.gather()
+    case.gather_structure()
+    case.refused()
+    case.cross_replica()
     case.loop()
-    case.options()
 
 
 def _function(body: Any) -> Any:
@@ -47,9 +44,9 @@ def _events_counted() -> int:
 
 
 def check_all_reduces(strategy: Any) -> None:
-    """Checks all-reduces of dense values only, in a function."""
+    """Checks all-reduces of dense values only."""
     case = _Case(strategy)
-    case.all_reduce(_function)
+    case.all_reduce()
     case.gradient()
     case.options()
 
@@ -61,9 +58,9 @@ class _Case:
         self.local = len(strategy.extended.worker_devices)
         self.hosts = self.replicas // self.local
         self.host = strategy.cluster_resolver.task_id
+        self.wrap: Any = _function if self.local > 1 else lambda body: body
 
     def each(self, make: Callable[[int], Any]) -> list[Any]:
-        """What each replica of all hosts has."""
         return [make(replica) for replica in range(self.replicas)]
 
     def distributed(self, values: Sequence[Any]) -> Any:
@@ -81,7 +78,7 @@ class _Case:
             np.testing.assert_allclose(tu.exact(part), expected, rtol=slack, atol=slack)
             assert dtype is None or part.dtype == dtype, (part.dtype, dtype)
 
-    def all_reduce(self, wrap: Any) -> None:
+    def all_reduce(self) -> None:
         values = {
             dtype.name: self.each(lambda r, dtype=dtype: tu.numbers(SHAPE, dtype, r, limit=8))  # type: ignore[misc]
             for dtype in DTYPES
@@ -97,7 +94,8 @@ class _Case:
             def step(values: Any, reduce_op: Any = reduce_op) -> Any:
                 return _context().all_reduce(reduce_op, values)
 
-            results = wrap(lambda values, step=step: self.strategy.run(step, (values,)))(arguments)
+            reduce = self.wrap(lambda values, step=step: self.strategy.run(step, (values,)))
+            results = reduce(arguments)
             for name, own in values.items():
                 dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))
                 expected, slack = tu.oracle(reduce_op, own), 0.0
@@ -107,7 +105,7 @@ class _Case:
                     slack = 8 * tu.unit_roundoff(dtype)
                 self.same(expected, results[name], dtype, slack)
 
-    def slices(self, wrap: Any) -> None:
+    def slices(self) -> None:
         """Four tables together: of three dtypes, and one of fewer bytes than its rows."""
         kinds = [
             # The table's rows, the shape of a row, dtypes, and each replica's number of rows.
@@ -137,7 +135,8 @@ class _Case:
                 return _context().merge_call(merge, values)
 
             arguments = list(map(self.distributed, given))
-            results = wrap(lambda *values, step=step: self.strategy.run(step, values))(*arguments)
+            reduce = self.wrap(lambda *values, step=step: self.strategy.run(step, values))
+            results = reduce(*arguments)
             for kind, own, result in zip(kinds, given, results, strict=True):
                 divisor = self.replicas if reduce_op == MEAN else 1
                 expected = np.concatenate([tu.exact(one.values) for one in own]) / divisor
@@ -149,7 +148,7 @@ class _Case:
                     slack = 4 * tu.unit_roundoff(part.values.dtype)
                     np.testing.assert_allclose(tu.exact(part.values), expected, rtol=slack)
 
-    def gather(self, wrap: Any) -> None:
+    def gather(self) -> None:
         """Gathers along other axes, and nothing; in one function, whose tracing takes longest."""
         given = []
         for axis in (1, -1):
@@ -163,11 +162,11 @@ class _Case:
         def gather(values: Sequence[Any]) -> list[Any]:
             return [self.strategy.gather(value, axis) for (axis, _), value in zip(given, values)]
 
-        results = wrap(gather)([self.distributed(own) for _, own in given])
+        results = self.wrap(gather)([self.distributed(own) for _, own in given])
         for gathered, (axis, own) in zip(results, given, strict=True):
             self.same(np.concatenate(own, axis), gathered, tf.float32)
 
-    def gather_structure(self, wrap: Any) -> None:
+    def gather_structure(self) -> None:
         """Values of all dtypes and of several shapes in one go, where replicas meet and on each."""
         # The first has rows everywhere, like a batch.
         shapes: list[Callable[[int], tuple[int, ...]]] = [
@@ -191,7 +190,7 @@ class _Case:
             lambda values: self.strategy.gather(values, 0),
             lambda values: self.strategy.run(on_each, (values,)),
         ):
-            step = wrap(body)
+            step = self.wrap(body)
             gathered = step(values)
             if isinstance(step, tf.types.experimental.PolymorphicFunction):
                 # All values of a dtype in one collective, after one for how many rows there are.
@@ -201,24 +200,21 @@ class _Case:
             for own, result in zip(given, gathered, strict=True):
                 self.same(tu.exact(np.concatenate(own)), result, own[0].dtype)
 
-    def refused(self, wrap: Any) -> None:
-        """Texts, which no collective takes, are refused before any has begun.
-
-        One that has begun and never ends would count as waiting for ever, and end the training.
-        """
+    def refused(self) -> None:
+        """Texts are refused before a collective has begun, which would never end."""
         texts = self.distributed(self.each(lambda replica: [str(replica)]))
         numbers = self.distributed(self.each(lambda replica: [replica]))
         before = _events_counted()
         for value in (texts, {"numbers": numbers, "texts": texts}):
             try:
-                wrap(lambda value=value: self.strategy.gather(value, 0))()
+                self.wrap(lambda value=value: self.strategy.gather(value, 0))()
             except ValueError as error:
                 assert "dtype that TensorFlow gathers between hosts; got string" in str(error)
             else:
                 raise AssertionError("it did not raise")
         assert _events_counted() == before, (before, _events_counted())
 
-    def cross_replica(self, wrap: Any) -> None:
+    def cross_replica(self) -> None:
         counted = self.distributed(self.each(lambda r: r + 1))
         rows = self.distributed(self.each(lambda r: np.full([r + 1, 2], r, np.float32)))
         total = sum(range(1, self.replicas + 1))
@@ -240,7 +236,7 @@ class _Case:
         # A value of the host's own, as of early stopping, counts once a host.
         of_hosts = sum(range(1, self.hosts + 1))
         expected = [total, mean, mean, [of_rows / total] * 2, [of_rows] * 2, total, of_hosts]
-        results = wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
+        results = self.wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
         for result, wanted in zip(results, expected, strict=True):
             np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6)
         with self.strategy.scope():  # The chief sends its first value.

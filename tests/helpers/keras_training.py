@@ -158,8 +158,3 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             if not is_own_of_each(own):
                 components = getattr(own.value, "values", (own.value,))
                 self.assert_bitwise_equal([component.read_value() for component in components])
-
-    def assert_moved(self, model: keras.Model, layers: Layers = dense_layers) -> None:
-        start = model_of(layers, "sgd").get_weights()
-        moved = [np.abs(a - b).max() for a, b in zip(start, model.get_weights(), strict=True)]
-        self.assertGreater(max(moved), 0.003)

@@ -3,17 +3,11 @@
 // TensorFlow declares NcclAllReduce on every machine but ships a kernel for GPUs alone. With this
 // one a test runs the very ops that a GPU would run, on virtual CPU devices, and meets the same
 // demand: each device of a pack has to run its op, and none gets its result before all have come.
-//
-//   ComputeAsync -> Rendezvous::Join -> (the last one to come) Reduce -> Finish
-//                          |
-//        a disagreement, a cancelled step or the watchdog -> Finish with an error
-//
 // Where NCCL would hang or mix up memory, this kernel fails, and says why.
 
 #include <algorithm>
 #include <chrono>
 #include <cstdlib>
-#include <functional>
 #include <map>
 #include <memory>
 #include <mutex>
@@ -61,12 +55,10 @@ struct Gathering {
   int64_t serial;       // Never used twice, whereas a key is: by a second call in the same step.
   std::string title;    // How error messages begin.
   std::string request;  // What is asked for, in words; all participants have to ask for the same.
-  int num_devices;
+  size_t num_devices;
   std::chrono::duration<double> timeout;
   Clock::time_point deadline;
   std::map<Device, Participant> participants;
-
-  bool IsComplete() const { return static_cast<int>(participants.size()) == num_devices; }
 
   std::string WhoCame() const {
     std::string names;
@@ -96,10 +88,7 @@ void FinishAll(Gathering& gathering, const absl::Status& status) {
 // and alone finishes it; nothing of it stays behind, so that a later step starts afresh.
 class Rendezvous {
  public:
-  static Rendezvous& Get() {
-    static auto* rendezvous = new Rendezvous;  // Never destroyed: its thread has no end.
-    return *rendezvous;
-  }
+  Rendezvous() { std::thread([this] { Watch(); }).detach(); }
 
   // Adds a participant to the gathering of its key (`fresh` if there is none) and returns at once:
   // with the whole gathering if it was the last to come, else with nothing. It then waits, which
@@ -119,7 +108,8 @@ class Rendezvous {
       Gathering& gathering = *entry->second;
       status = Admit(key, gathering, request, newcomer);
       if (status.ok()) gathering.participants.emplace(newcomer.device(), std::move(newcomer));
-      if (!status.ok() || gathering.IsComplete()) taken = Take(entry);
+      const bool is_complete = gathering.participants.size() == gathering.num_devices;
+      if (!status.ok() || is_complete) taken = Take(entry);
     }
     if (status.ok()) return taken;
     FinishAll(*taken, status);
@@ -129,8 +119,6 @@ class Rendezvous {
 
  private:
   using Pending = std::map<Key, std::unique_ptr<Gathering>>;
-
-  Rendezvous() { std::thread([this] { Watch(); }).detach(); }
 
   // Whether the newcomer fits those who are there; if it does, it can be cancelled from now on.
   absl::Status Admit(const Key& key, const Gathering& gathering, const std::string& request,
@@ -199,12 +187,13 @@ class Rendezvous {
   int64_t next_serial_ = 0;
 };
 
-// 16-bit floats are reduced in 32 bits and rounded once.
-template <typename T>
-using Accumulator = std::conditional_t<std::is_same_v<T, Eigen::half>, float, T>;
+auto* const rendezvous = new Rendezvous;  // Never destroyed: its thread has no end.
 
-template <typename T, typename Combine>
-void ReduceWith(Combine combine, const Gathering& gathering) {
+// 16-bit floats are reduced in 32 bits and rounded once. Integers wrap around (-fwrapv).
+// The maximum of anything and NaN is NaN, as in numpy.
+template <typename T>
+void Reduce(bool sum, const Gathering& gathering) {
+  using A = std::conditional_t<std::is_same_v<T, Eigen::half>, float, T>;
   std::vector<const T*> inputs;
   std::vector<T*> outputs;
   for (const auto& [device, participant] : gathering.participants) {
@@ -213,21 +202,14 @@ void ReduceWith(Combine combine, const Gathering& gathering) {
   }
   const int64_t size = gathering.participants.begin()->second.output->NumElements();
   for (int64_t i = 0; i < size; ++i) {
-    auto total = static_cast<Accumulator<T>>(inputs[0][i]);
+    A total = static_cast<A>(inputs[0][i]);
     for (size_t d = 1; d < inputs.size(); ++d) {
-      total = combine(total, static_cast<Accumulator<T>>(inputs[d][i]));
+      const A next = static_cast<A>(inputs[d][i]);
+      total = sum ? total + next : total > next || total != total ? total : next;
     }
     outputs[0][i] = static_cast<T>(total);
   }
   for (size_t d = 1; d < outputs.size(); ++d) std::copy_n(outputs[0], size, outputs[d]);
-}
-
-// Integers wrap around (-fwrapv). The maximum of anything and NaN is NaN, as in numpy.
-template <typename T>
-void Reduce(bool sum, const Gathering& gathering) {
-  using A = Accumulator<T>;
-  if (sum) return ReduceWith<T>(std::plus<A>(), gathering);
-  ReduceWith<T>([](A a, A b) { return a > b || a != a ? a : b; }, gathering);
 }
 
 template <typename T>
@@ -255,7 +237,7 @@ class NcclAllReduceCpuKernel : public tf::AsyncOpKernel {
     fresh.num_devices = num_devices_;
     fresh.timeout =
         std::chrono::duration<double>(timeout ? std::atof(timeout) : kDefaultTimeoutSeconds);
-    const std::unique_ptr<Gathering> complete = Rendezvous::Get().Join(
+    const std::unique_ptr<Gathering> complete = rendezvous->Join(
         key, std::move(fresh), Participant{ctx, std::move(done), output});
     if (complete == nullptr) return;  // `ctx` and `this` may be gone.
     Reduce<T>(reduction_ == "sum", *complete);

@@ -44,12 +44,10 @@ _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exa
 
 
 def device_name(index: int) -> str:
-    """The full name of a virtual device."""
     return f"/job:localhost/replica:0/task:0/device:CPU:{index}"
 
 
 def device_names(count: int) -> tuple[str, ...]:
-    """The full names of the first virtual devices."""
     return tuple(device_name(index) for index in range(count))
 
 
@@ -145,7 +143,6 @@ class Result:
 
     @property
     def value(self) -> Any:
-        """The first component."""
         return self.values[0]
 
 

@@ -88,9 +88,7 @@ class _Training:
             self.model = keras.Sequential(_layers(exact))
             options = {"metrics": ["mae"], "steps_per_execution": at_once}
             # Some steps are quicker eagerly than traced.
-            self.model.compile(
-                _optimizer(), "mse", run_eagerly=at_once == 1 and not lossy, **options
-            )
+            self.model.compile(_optimizer(), "mse", run_eagerly=not lossy, **options)
         steps = None if data == "finite" else _STEPS
         options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
         history = self.model.fit(_data(data), epochs=_EPOCHS, **options)

@@ -40,10 +40,7 @@ def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
-    """Trains in mixed precision, with casts between hosts.
-
-    In one step one replica's gradients are infinite: all hosts have to leave it out.
-    """
+    """Trains in mixed precision, with casts; in one step one replica's gradients are infinite."""
     casting = _other(strategy, exchange="float16")
     with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
@@ -106,10 +103,7 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
-    """Drops out in a loop of one's own, whose batches leave one host fewer examples than the other.
-
-    In most of them, a host's own replicas have equally many.
-    """
+    """Drops out in a loop of one's own, whose batches leave hosts unlike numbers of examples."""
     with scope(strategy):
         dropout = keras.layers.Dropout(0.5, seed=5)
 
@@ -127,10 +121,7 @@ def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def empty_host(strategy: Any) -> dict[str, np.ndarray]:
-    """Has batches of two examples, one for each replica of a host; the other host has none.
-
-    The layer divides its kernel by an estimate that each step improves, on all hosts alike.
-    """
+    """Has batches that leave one host without examples; a layer divides by a moving statistic."""
     with scope(strategy):
         dense = keras.layers.SpectralNormalization(keras.layers.Dense(3))
         layers = [keras.layers.Input((4,)), dense, keras.layers.Dense(2)]
@@ -206,7 +197,6 @@ _TRAININGS = {
 
 class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
-        """One test, as each of pytest's processes would start hosts of its own."""
         names = ["shuffled", "unlike_sizes", *_TRAININGS, "in_sync"]
         results, outcomes = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, tolerance in _TRAININGS.items():

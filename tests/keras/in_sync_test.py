@@ -25,7 +25,6 @@ from tfcdo.training import models
 
 
 def _break(model: keras.Model, variable: str, replica: int, by: float = 0.25) -> None:
-    """Changes one number on one replica."""
     variables = [*model.weights, *model.optimizer.variables]
     (found,) = [v for v in variables if v.path.endswith(variable)]
     change = np.zeros(found.shape)

@@ -79,7 +79,6 @@ class UpdatesTest(TrainingTestCase):
         expected = trained_eagerly(1, OPTIONS[option], steps)
         whole = trained_eagerly(count, OPTIONS[option], steps)
         self.assert_same_training(expected, whole)
-        self.assert_moved(expected)
         sharded = trained_eagerly(count, OPTIONS[option], steps, shard_optimizer_state=True)
         self.assert_sharded(whole, sharded)
 
@@ -99,7 +98,6 @@ class UpdatesTest(TrainingTestCase):
         whole = train(2, make)
         self.assert_same_training(expected, whole)
         self.assert_sharded(whole, train(2, make, shard_optimizer_state=True))
-        self.assert_moved(expected, word_layers)
 
     def test_callbacks_find_what_they_change(self):
         def with_callbacks(count: int) -> keras.Model:
@@ -129,7 +127,6 @@ class UpdatesTest(TrainingTestCase):
 
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
         expected = trained_eagerly(1, make)
-        self.assert_moved(expected)
         for sharded in (False, True):
             model = trained_eagerly(2, make, shard_optimizer_state=sharded)
             self.assert_same_training(expected, model)
@@ -441,10 +438,11 @@ class SavedTest(TrainingTestCase):
 
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
         whole = fitted(1, make, examples=5 * BATCH)
-        fitted(3, make, examples=2 * BATCH, shard_optimizer_state=True).save(path)
         rest = [values[2 * BATCH :] for values in dense_data(5 * BATCH)]
-        for count in (1, 2):
-            with strategy_of(count, shard_optimizer_state=True).scope():
+        # The state is sharded on several replicas.
+        for saving, loading in ((3, 1), (1, 2)):
+            fitted(saving, make, examples=2 * BATCH, shard_optimizer_state=True).save(path)
+            with strategy_of(loading, shard_optimizer_state=True).scope():
                 loaded = keras.models.load_model(path)
             loaded.fit(*rest, BATCH, shuffle=False, verbose=0)
             self.assert_same_training(whole, loaded)

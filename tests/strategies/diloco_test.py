@@ -1,7 +1,6 @@
 """Hosts that train alone and exchange their parameters in turn, compared with a simulation.
 
-The simulation is Adam on each host's part of the batches, and an outer optimizer, in numpy. All
-scenarios of a number of hosts run in one start of them.
+The simulation is Adam on each host's part of the batches, and an outer optimizer, in numpy.
 """
 
 from __future__ import annotations
@@ -13,7 +12,6 @@ import clusters
 import keras
 import numpy as np
 import tensorflow as tf
-from absl.testing import parameterized
 from clusters import other_strategy
 from keras import optimizers as ko
 
@@ -30,7 +28,6 @@ _plain = functools.partial(ko.SGD, 1.0)  # As the outer optimizer, it averages.
 
 
 def data(count: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
-    """Draws examples."""
     drawn = np.random.default_rng(7)
     inputs = drawn.normal(0, 0.4, size=[count, 36]).astype(np.float32)
     return inputs, np.sin(inputs @ drawn.normal(size=[36, 40])).astype(np.float32)
@@ -99,10 +96,7 @@ def fragments(strategy: Any) -> dict[str, np.ndarray]:
 
 
 def scaled(strategy: Any) -> dict[str, np.ndarray]:
-    """Exchanges after each third update, which is each sixth step; scales losses.
-
-    The inner optimizer's state is on one device of each host.
-    """
+    """Exchanges after each sixth step, the third update; scales losses, and shards the state."""
     sharding = _outer(strategy, 3, shard_optimizer_state=True)
     accumulating = functools.partial(_adam, gradient_accumulation_steps=2)
     return _train(sharding, lambda: ko.LossScaleOptimizer(accumulating(), 16.0))
@@ -197,10 +191,7 @@ class _Host:
 
 
 def _simulate(every, fragments=(0, 0), accumulated=1):
-    """Returns what all hosts have after the first epoch, and at the end.
-
-    The outer optimizer is SGD(0.7, momentum=0.9, nesterov=True).
-    """
+    """Returns the common parameters after the first epoch, and at the end."""
     common = [one.astype(np.float64) for one in model_with("sgd").get_weights()]
     velocity = [np.zeros_like(one) for one in common]
     hosts = [_Host(common, accumulated) for _ in range(2)]
@@ -246,7 +237,6 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
 
 class DiLoCoTest(tf.test.TestCase):
     def test_two_hosts(self):
-        """One test, as each of pytest's processes would start hosts of its own."""
         names = ["alone", "fragments", "scaled", "int8", "own_loop", "other_weights"]
         results, _ = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, hosts in results.items():
@@ -299,17 +289,6 @@ class DiLoCoTest(tf.test.TestCase):
     def check_weights(self, expected, result, tolerance):
         for at, one in enumerate(expected):
             self.assertAllClose(one, result[f"replica_{at}"][0], atol=tolerance, rtol=0)
-
-
-class ArgumentsTest(parameterized.TestCase):
-    @parameterized.parameters(
-        (ValueError, "every must be at least 1; got 0", 0),
-        (ValueError, "fragments must divide every, 50; got fragments=4", 50, None, 4),
-        (TypeError, "optimizer must be a function that makes a Keras", 50, 0.7),
-    )
-    def test_are_checked(self, error, message, *arguments):
-        with self.assertRaisesRegex(error, message):
-            DiLoCo(*arguments)
 
 
 if __name__ == "__main__":

@@ -211,8 +211,6 @@ def _mean_embedding() -> keras.Model:
 
 
 class _Counted(keras.utils.PyDataset):
-    """Batches of two widths whose loading is counted."""
-
     loaded = 0
 
     def __len__(self) -> int:
