@@ -1,8 +1,9 @@
-"""tfcdo's classes inside TensorFlow's `MirroredStrategy`."""
+"""tfcdo's classes inside TensorFlow's `MirroredStrategy`: calls, and graphs of TensorFlow 1."""
 
 from __future__ import annotations
 
 import contextlib
+import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
 from unittest import mock
@@ -10,6 +11,7 @@ from unittest import mock
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import warm_python
 from absl.testing import parameterized
 from testing_utils import MEAN, SUM
 
@@ -20,6 +22,7 @@ CLASSES = ((tfcdo.ReductionToOneDevice, 3), (tfcdo.HierarchicalCopyAllReduce, 5)
 
 
 def made(make: Callable[[], Any], count: int) -> tuple[Any, tf.distribute.MirroredStrategy]:
+    """Makes cross-device ops, and a strategy that uses them."""
     ops = make()
     return ops, tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
 
@@ -99,6 +102,51 @@ class StrategyTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
         for part, component in zip(parts, gradient.values, strict=True):
             self.assertAllEqual(part, component)
+
+    def test_with_version_1_behavior(self):
+        """Graphs of TensorFlow 1, and gradients in them."""
+        # It cannot be switched off again, so it gets a process of its own.
+        result = warm_python.run("-c", _SESSION, str(pathlib.Path(__file__).parent))
+        self.assertEqual(0, result.returncode, result.stderr)
+        self.assertEqual([f"ok {count}" for _, count in CLASSES], result.stdout.split("\n")[:-1])
+
+
+_SESSION = """
+import sys
+import tensorflow.compat.v1 as tf
+tf.disable_v2_behavior()
+import numpy as np
+sys.path.append(sys.argv[1])
+import strategy_test as st
+from testing_utils import SUM, MEAN
+
+for make, count in st.CLASSES:
+    with tf.Graph().as_default():
+        ops, strategy = st.made(make, count)
+        feeds = tf.placeholder(tf.float32, [count, None])
+        with strategy.scope():
+            variable = tf.get_variable("v", [], initializer=tf.zeros_initializer(),
+                                       aggregation=tf.VariableAggregation.MEAN)
+        def replica():
+            context = tf.distribute.get_replica_context()
+            own = feeds[context.replica_id_in_sync_group]
+            (gradient,) = tf.gradients(tf.reduce_sum(own * (variable + 1.0)), [variable])
+            total, mean = (context.all_reduce(op, [own, gradient]) for op in (SUM, MEAN))
+            return total, mean, variable.assign_add(gradient)
+        fetches = tf.nest.map_structure(strategy.experimental_local_results,
+                                        strategy.run(replica))
+        fed = np.arange(2.0 * count).reshape(count, 2)
+        with tf.Session() as session:
+            session.run(tf.global_variables_initializer())
+            (total, total_gradient), (mean, mean_gradient), _ = session.run(fetches, {feeds: fed})
+            after = session.run(variable.values)
+        np.testing.assert_allclose(total, [fed.sum(0)] * count)
+        np.testing.assert_allclose(mean, [fed.mean(0)] * count, rtol=1e-6)
+        np.testing.assert_allclose(total_gradient, [fed.sum()] * count)
+        np.testing.assert_allclose(mean_gradient, [fed.sum() / count] * count, rtol=1e-6)
+        np.testing.assert_allclose(after, [fed.sum() / count] * count, rtol=1e-6)
+        print("ok", count)
+"""
 
 
 if __name__ == "__main__":
