@@ -1,7 +1,7 @@
 """Random programs (model, optimizer, options, replicas, batches) train as on one device.
 
 A difference of float32 alone is rounding that an optimizer has made large: such a program is
-repeated in float64, where it must disappear. `make test` has 22 programs, always the same, in which
+repeated in float64, where it must disappear. `make test` has 25 programs, always the same, in which
 each option meets most of the others. `make test-nightly` draws 300 others:
 TFCDO_PROGRAMS=300 python tests/keras/programs_test.py
 """
@@ -25,7 +25,7 @@ from keras_training import is_own_of_each
 
 import tfcdo
 
-EXAMPLES = int(os.environ.get("TFCDO_PROGRAMS", "22"))
+EXAMPLES = int(os.environ.get("TFCDO_PROGRAMS", "25"))
 DRAWN_ANEW = "TFCDO_PROGRAMS" in os.environ
 _PARTS = 5  # Each worker of pytest may take some.
 TOLERANCES = {"float32": 2e-5, "float64": 1e-6}  # Parts of the largest value.
