@@ -89,20 +89,17 @@ def run(
 
             steps = {kind: functools.partial(step, kind) for kind in names}
             taken = results.take_turns(steps, iterations, warmup, track)
-    found = []
-    for kind, name in names.items():
-        seconds, sent = zip(*taken[kind], strict=True)
-        found.append(
-            results.Measurement(
-                name,
-                kind,
-                num_devices,
-                *results.median_and_spread(seconds),
-                size=gradient_bytes,
-                bytes_sent=float(np.mean(sent)),
-            )
+    return [
+        results.Measurement(
+            name,
+            kind,
+            num_devices,
+            *results.median_and_spread([seconds for seconds, _ in taken[kind]]),
+            size=gradient_bytes,
+            bytes_sent=float(np.mean([sent for _, sent in taken[kind]])),
         )
-    return found
+        for kind, name in names.items()
+    ]
 
 
 class LinkError(RuntimeError):

@@ -20,11 +20,7 @@ _SEED = 7
 
 
 def run(
-    optimizer: str,
-    devices: ChosenDevices,
-    iterations: int,
-    warmup: int,
-    track: results.Track,
+    optimizer: str, devices: ChosenDevices, iterations: int, warmup: int, track: results.Track
 ) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
     names = list(devices.names)

@@ -70,31 +70,30 @@ def _print(report: Report, found: Sequence[Finding], console: Console) -> None:
         console.print(Text.assemble(mark, finding.text), soft_wrap=True)
         if finding.severity != OK:
             console.print(f"         → {finding.remedy}", soft_wrap=True)
-    for heading, lines in _facts(report):
+    for heading, text in _facts(report):
         console.print(Text(heading, "bold"))
-        for line in lines:
-            console.print(f"  {line}", soft_wrap=True)
+        console.print(f"  {text}", soft_wrap=True)
     console.print(Text("To paste into your script", "bold"))
 
 
-def _facts(report: Report) -> Iterator[tuple[str, Sequence[str]]]:
-    """Yields the facts about the machine: headings, and the lines below them."""
+def _facts(report: Report) -> Iterator[tuple[str, str]]:
+    """Yields the facts about the machine: headings, and the text below them."""
     names = ("tfcdo", "tensorflow", "keras", "python", "numpy")
     versions = [f"{name} {getattr(report.versions, name, None) or 'none'}" for name in names]
     versions.append(f"built for cuda {getattr(report.versions, 'cuda', None) or 'none'}")
-    yield "Versions", [", ".join(versions)]
+    yield "Versions", ", ".join(versions)
     machine = report.machine
     if isinstance(machine, examination.Machine):
         physical, logical = (
             ", ".join(map(examination.short_name, names))
             for names in (machine.physical, machine.logical)
         )
-        yield "Devices", [f"physical: {physical}; logical: {logical}"]
-        facts = f"{machine.topology.name}: {machine.topology_reason}", _links(machine.topology)
-        yield "Topology", facts
+        yield "Devices", f"physical: {physical}; logical: {logical}"
+        topology = machine.topology
+        yield "Topology", f"{topology.name}: {machine.topology_reason}\n  {_links(topology)}"
     # Its hosts and problems are findings.
     if not report.tf_config.hosts and not report.tf_config.problem:
-        yield "TF_CONFIG", [report.tf_config.text or "not set: this process trains alone"]
+        yield "TF_CONFIG", report.tf_config.text or "not set: this process trains alone"
 
 
 def _links(topology: Topology) -> str:

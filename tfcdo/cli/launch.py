@@ -180,8 +180,7 @@ def launch(
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
-    each = devices_per_worker
-    variables = {worker.DEVICES_PER_WORKER: str(each)} if each else {}
+    variables = {worker.DEVICES_PER_WORKER: str(devices_per_worker)} if devices_per_worker else {}
     job = supervisor.Job(
         command=(sys.executable, *(["-m"] if module else []), script, *arguments),
         workers=functools.partial(_workers, workers or 0, place, variables, gpus),

@@ -142,10 +142,7 @@ def progress() -> Iterator[Callable[..., Iterable[Any]]]:
     console = make_console(stderr=True)
     # Without refreshes by a thread, which would run in the middle of a measurement.
     with rich_progress.Progress(
-        console=console,
-        transient=True,
-        disable=not console.is_terminal,
-        auto_refresh=False,
+        console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
     ) as bars:
 
         def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
@@ -209,10 +206,7 @@ def refuse(*cases: tuple[object, str]) -> None:
 
 # Options that the commands of the bench share; more samples would not end in a day.
 ITERATIONS = option(
-    "-n --iters iterations",
-    number(1, 10**6),
-    "Samples of each implementation, taken in turn.",
-    20,
+    "-n --iters iterations", number(1, 10**6), "Samples of each implementation, taken in turn.", 20
 )
 WARMUP = option("-w --warmup", number(0, 10**6), "Samples before those that count.", 5)
 JSON_FILE = option("-J --json json_file", new_file(".json"), "File for the results.")

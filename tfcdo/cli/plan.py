@@ -50,9 +50,8 @@ def _parse_machine(text: str) -> Topology | int:
         check_num_devices(name, int(count or 1))
         return preset(name, int(count) if count else None)
     content = _read(text)
-    is_json = content.lstrip().startswith(("{", "["))
     try:
-        if is_json:
+        if content.lstrip().startswith(("{", "[")):
             return measurement.parse(content.encode()).topology
         return Topology.from_nvidia_smi(content)
     except ValueError as error:
@@ -81,10 +80,7 @@ def _read(name: str) -> str:
     metavar="NAME|FILE|-",
 )
 @options.option(
-    "-b --bytes num_bytes",
-    options.SIZE,
-    "Size on each device; M is 1024^2, MB is 1000^2.",
-    "100MB",
+    "-b --bytes num_bytes", options.SIZE, "Size on each device; M is 1024^2, MB is 1000^2.", "100MB"
 )
 @options.option(
     "-a --algorithm",
@@ -168,7 +164,7 @@ def plan(
                 found.append(evaluate(name, *asked, known=found))
     except ValueError as error:
         raise click.UsageError(str(error)) from None
-    _print_table(found, algorithm, topology, size, console)
+    _print_table(found, algorithm, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
         saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
@@ -224,12 +220,9 @@ def evaluate(
 
 
 def _print_table(
-    evaluations: Sequence[Evaluation],
-    highlighted: str,
-    topology: Topology,
-    size: str,
-    console: Console,
+    evaluations: Sequence[Evaluation], highlighted: str, size: str, console: Console
 ) -> None:
+    topology = evaluations[0].topology
     count = topology.num_devices
     holders = f"each of {count} devices" if count > 1 else "the only device"
     table = Table(

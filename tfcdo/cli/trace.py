@@ -6,7 +6,6 @@ import pathlib
 import runpy
 import sys
 import threading
-import types
 from concurrent import futures
 
 import click
@@ -97,16 +96,10 @@ def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:
     except Exception as error:
         # Reported here, as the command line takes some errors for its own: what the script does not
         # find is no file of the command's, nor is a module that it lacks one of tfcdo's.
-        error.__traceback__ = _of_script(error.__traceback__, script)
-        sys.excepthook(type(error), error, error.__traceback__)
+        frames = error.__traceback__
+        # Without the frames above the script's: without any, if it could not be read as Python.
+        while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+            frames = frames.tb_next
+        sys.excepthook(type(error), error.with_traceback(frames), frames)
         return 1
     return 0
-
-
-def _of_script(
-    frames: types.TracebackType | None, script: pathlib.Path
-) -> types.TracebackType | None:
-    """Leaves out the frames above the script's: all, if it could not be read as Python."""
-    while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
-        frames = frames.tb_next
-    return frames

@@ -316,29 +316,22 @@ def _about_pairs(report: Report) -> Iterator[Finding]:
         trouble: {pair: copy for pair, copy in pairs.items() if _trouble(copy) == trouble}
         for trouble in _TROUBLES
     }
+    names = [short_name(name) for name in report.examined]
     if pairs and not any(troubled.values()):
         yield Finding(OK, f"copies between all {len(pairs)} ordered pairs of devices are correct")
     for trouble, found in troubled.items():
         if found:
+            named = ", ".join(f"{names[a]} to {names[b]}" for a, b in [*found][:_MOST_NAMED])
+            more = f" and {len(found) - _MOST_NAMED} more" if len(found) > _MOST_NAMED else ""
             errors = dict.fromkeys(one.error for one in found.values() if isinstance(one, Failure))
-            text = f"copies from {_named([*found], report)} {trouble}"
+            text = f"copies from {named}{more} {trouble}"
             text += f": {'; '.join(errors)}" if errors else ""
             remedy = f"{_TROUBLES[trouble]}, or leave devices out as in the line below"
             yield Finding(WRONG, text, remedy)
-    num_devices = len(report.examined)
-    missed = num_devices * (num_devices - 1) - len(pairs)
+    missed = len(names) * (len(names) - 1) - len(pairs)
     if missed:
         text = f"{missed} pairs of devices were not tried, because others hang"
         yield Finding(NOTE, text, "fix those first and run this again")
-
-
-def _named(pairs: Sequence[Pair], report: Report) -> str:
-    names = [short_name(name) for name in report.examined]
-    named = ", ".join(
-        f"{names[source]} to {names[target]}" for source, target in pairs[:_MOST_NAMED]
-    )
-    more = len(pairs) - _MOST_NAMED
-    return f"{named} and {more} more" if more > 0 else named
 
 
 def _about_checks(report: Report) -> Iterator[Finding]:

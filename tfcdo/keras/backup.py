@@ -177,7 +177,9 @@ class BackupAndRestore(Callback):
             batches=self._progress.batches + new,
             examples=self._progress.examples + new * (self._order.batch_size if self._order else 0),
         )
-        if isinstance(self.save_freq, int) and _passes(self._progress, new, self.save_freq):
+        batches, every = self._progress.batches, self.save_freq
+        # It reaches or passes a multiple: with `steps_per_execution` several batches are new.
+        if isinstance(every, int) and batches // every > (batches - new) // every:
             self._save()
         self._note_progress()
         if not self._is_complete() and self._preemption.must_leave(self._calls):
@@ -276,11 +278,17 @@ class BackupAndRestore(Callback):
         return own.header, own.arrays
 
     def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
-        data_order.build(self.model, self._iterator)
-        training_state.check_same_model(self.model, header, str(self.backup_dir))
-        training_state.restore(self.model, header, arrays)
+        model = self.model
+        # In a strategy's scope, Keras has made all variables. Else the first step would make them.
+        if self._iterator is not None:
+            keras_internals.symbolic_build(model, keras_internals.element_spec(self._iterator))
+        if model.optimizer is not None:
+            with model.distribute_strategy.scope():
+                keras_internals.build(model.optimizer, model.trainable_variables)
+        training_state.check_same_model(model, header, str(self.backup_dir))
+        training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])
-        keras_internals.set_initial_epoch(self.model, self._progress.epoch)
+        keras_internals.set_initial_epoch(model, self._progress.epoch)
 
     def _begin_data(self) -> data_order.Order | None:
         """Starts the data of `resumable_dataset` where training resumes; names other data."""
@@ -308,11 +316,6 @@ class BackupAndRestore(Callback):
             drop = progress.batch + data_order.batches_before(self._iterator, epochs)
         steps = (self.params or {}).get("steps")
         data_order.SkipBatches(self.model, progress.batch, steps, drop)
-
-
-def _passes(progress: _Progress, new: int, every: int) -> bool:
-    """Returns whether the last `new` batches have reached, or passed, a multiple of `every`."""
-    return progress.batches // every > (progress.batches - new) // every
 
 
 def _resumption(

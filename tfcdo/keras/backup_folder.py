@@ -125,10 +125,8 @@ class BackupFolder:
 
     def remove(self) -> None:
         """Removes all backups, and the folder if nothing else is in it."""
-        for position in self.positions():
-            self.file(position).unlink(missing_ok=True)
-        for name in _OWNER, _MARK:
-            (self.path / name).unlink(missing_ok=True)
+        for path in (*map(self.file, self.positions()), self.path / _OWNER):
+            path.unlink(missing_ok=True)
         with contextlib.suppress(OSError):
             self.path.rmdir()
 

@@ -99,16 +99,6 @@ def order_of(epoch_iterator: Any) -> Order | None:
     return next(filter(None, orders), None)
 
 
-def build(model: keras.Model, epoch_iterator: Any) -> None:
-    """Makes all variables of a model, its metrics and its optimizer, as its first step would."""
-    # In a strategy's scope, Keras has done so. Else it would do so in the first step.
-    if epoch_iterator is not None:
-        keras_internals.symbolic_build(model, keras_internals.element_spec(epoch_iterator))
-    if model.optimizer is not None:
-        with model.distribute_strategy.scope():
-            keras_internals.build(model.optimizer, model.trainable_variables)
-
-
 def why_not(epoch_iterator: Any) -> str | None:
     """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
     kind = type(epoch_iterator.data_adapter).__name__

@@ -55,11 +55,9 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         if slot.combine == _SAME:
             shared[key] = _value(slot.components[0])
             continue
-        if slot.combine == _OF_HOST:
-            own[f"{key}.{host}"] = _value(slot.components[0])
-            continue
-        for index, component in enumerate(slot.components):
-            own[f"{key}.{host * len(slot.components) + index}"] = _value(component)
+        components = slot.components[:1] if slot.combine == _OF_HOST else slot.components
+        for index, component in enumerate(components, host * len(components)):
+            own[f"{key}.{index}"] = _value(component)
     feedback = _feedback(strategy)
     for name, variable in ({} if feedback is None else feedback.by_name).items():
         own[f"r.{host}.{name}"] = _value(variable)

@@ -32,8 +32,10 @@ _IS_OUTER = "tfcdo_is_outer"
 class OuterState(tf.Module):
     """The outer loop's state for one optimizer that updates variables by itself."""
 
-    def __init__(self, settings: DiLoCo, leaf: Any, variables: Sequence[Any]) -> None:
+    def __init__(self, strategy: Any, leaf: Any, variables: Sequence[Any]) -> None:
         super().__init__()
+        self._strategy = strategy
+        settings: DiLoCo = strategy.extended.outer
         self.period = settings.every * (leaf.gradient_accumulation_steps or 1)
         self.interval = self.period // settings.fragments
         self.trained = tuple(variables)  # Between two exchanges each host has its own.
@@ -59,7 +61,7 @@ class OuterState(tf.Module):
         self.steps = integer(shape=(), name="outer_steps")
         # Of each fragment, how many examples this host has trained since its exchange.
         self.examples = integer(shape=(settings.fragments,), name="outer_examples")
-        self._exchange = tf.function(self.exchange, autograph=False)
+        self._exchange_now = tf.function(self._exchange, autograph=False)
 
     @property
     def variables_of_all(self) -> list[Any]:
@@ -71,7 +73,7 @@ class OuterState(tf.Module):
         """Returns the number of steps since all hosts were known to have the same parameters."""
         return int(components(self.steps)[0].numpy())
 
-    def begin(self, strategy: tf.distribute.Strategy) -> dict[int, Any]:
+    def begin(self) -> dict[int, Any]:
         """Begins a step: remembers the parameters if all hosts have the same.
 
         Returns the arguments for `end` of each fragment that is exchanged during this step.
@@ -81,12 +83,12 @@ class OuterState(tf.Module):
         begun: dict[int, Any] = {}
         for fragment in self._all_fragments() if self.overlaps else ():
             is_due = tf.logical_and(done > 0, self._is_due(done, fragment))
-            meet = functools.partial(self._meet, strategy, fragment)
+            meet = functools.partial(self._meet, fragment)
             nothing = functools.partial(self._nothing, fragment)
             begun[fragment] = is_due, tf.cond(is_due, meet, nothing)
         return begun
 
-    def end(self, strategy: tf.distribute.Strategy, rows: Any, begun: Mapping[int, Any]) -> None:
+    def end(self, rows: Any, begun: Mapping[int, Any]) -> None:
         """Counts a step, and ends or makes the exchanges whose time it is."""
         for component in components(self.steps):
             component.assign_add(1)
@@ -97,18 +99,18 @@ class OuterState(tf.Module):
         for fragment in self._all_fragments():
             if self.overlaps:
                 is_due, (means, sent) = begun[fragment]
-                update = functools.partial(self._update, strategy, fragment, means, sent, rows)
+                update = functools.partial(self._update, fragment, means, sent, rows)
             else:
                 is_due = self._is_due(done, fragment)
-                update = functools.partial(self.exchange, strategy, fragment)
+                update = functools.partial(self._exchange, fragment)
             tf.cond(is_due, update, lambda: None)
 
-    def finish(self, strategy: tf.distribute.Strategy) -> None:
+    def finish(self) -> None:
         """Exchanges all that hosts have trained since the last exchange."""
         done = self.num_steps
         for fragment in self._all_fragments() if done else ():
             if self.overlaps or not self._is_due(done, fragment):
-                self._exchange(strategy, fragment)
+                self._exchange_now(fragment)
         self.begin_again()
 
     def begin_again(self) -> None:
@@ -129,17 +131,16 @@ class OuterState(tf.Module):
         members = [at for at, one in enumerate(self.fragments) if one == fragment]
         return [self.trained[at] for at in members], [self.common[at] for at in members]
 
-    def exchange(self, strategy: tf.distribute.Strategy, fragment: int) -> None:
+    def _exchange(self, fragment: int) -> None:
         """Exchanges a fragment; where this host's replicas meet."""
-        means, own = self._meet(strategy, fragment)
-        self._update(strategy, fragment, means, own, 0)
+        means, own = self._meet(fragment)
+        self._update(fragment, means, own, 0)
 
-    def _meet(
-        self, strategy: tf.distribute.Strategy, fragment: int
-    ) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
+    def _meet(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
         """Returns the hosts' mean differences of a fragment, and this host's own parameters."""
         trained, common = self._of(fragment)
-        extended, devices = strategy.extended, strategy.extended.worker_devices
+        extended = self._strategy.extended
+        devices = extended.worker_devices
         with tf.device(devices[0]):
             examples = components(self.examples)[0][fragment]
         counts = step.of_host(examples, devices)
@@ -165,17 +166,12 @@ class OuterState(tf.Module):
         return empty, empty
 
     def _update(
-        self,
-        strategy: tf.distribute.Strategy,
-        fragment: int,
-        means: Sequence[tf.Tensor],
-        sent: Sequence[tf.Tensor],
-        rows: Any,
+        self, fragment: int, means: Sequence[tf.Tensor], sent: Sequence[tf.Tensor], rows: Any
     ) -> None:
         """Updates the common parameters; this host's own keep their changes since `sent`."""
         trained, common = self._of(fragment)
-        grads = updates.unified(strategy, means, common)
-        updates.alone(strategy, lambda grads: self.optimizer.apply(grads, common), grads)
+        grads = updates.unified(self._strategy, means, common)
+        updates.alone(self._strategy, lambda grads: self.optimizer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
             for given, component in zip(components(source), components(target), strict=True):
                 with tf.device(component.device):
@@ -192,12 +188,12 @@ class OuterState(tf.Module):
 
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
     """Makes the outer loop's state for a newly built optimizer, if the strategy has `outer`."""
-    settings = getattr(strategy.extended, "outer", None)
-    if settings is None or is_outer(leaf) or hasattr(leaf, _STATE):
+    outer = getattr(strategy.extended, "outer", None)
+    if outer is None or is_outer(leaf) or hasattr(leaf, _STATE):
         return
     trained = [one for one in variables if not keras_internals.is_overwritten(one)]
     with tf.init_scope(), strategy.scope():
-        state = OuterState(settings, leaf, trained)
+        state = OuterState(strategy, leaf, trained)
         setattr(leaf, _STATE, state)
         leaf._track_trackable(state, _STATE, overwrite=True)  # Keras's `build` tracks nothing.
 
@@ -213,19 +209,16 @@ def states_of(optimizer: Any) -> list[OuterState]:
     return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
 
 
-def apply(
-    optimizer: Any, own: updates.Call, grads: Sequence[Any], variables: Sequence[Any] | None
-) -> Any:
-    """Applies gradients of this replica as `updates` does; meets other hosts if it is time to."""
-    variables = None if variables is None else list(variables)
-    update = functools.partial(updates.apply, optimizer, own, grads)
-    here, strategy = step.current(), tf.distribute.get_strategy()
-    outer = getattr(strategy.extended, "outer", None)
-    if outer is None or here is None or here.alone or here.applies or here.trace is not None:
-        return update(variables)
-    context = tf.distribute.get_replica_context()
-    if context is None:
-        return update(variables)
+def apply(own: updates.Call, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Stands for an optimizer's `apply`: `updates.apply`, and hosts meet if it is time to."""
+    variables = None if trainable_variables is None else list(trainable_variables)
+    update = functools.partial(updates.apply, own, optimizer, grads, variables)
+    here, context = step.now.step, tf.distribute.get_replica_context()
+    outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
+    if outer is None or context is None or here is None:
+        return update()
+    if here.alone or here.applies or here.trace is not None:
+        return update()
 
     begun: list[dict[int, Any]] = []
 
@@ -233,7 +226,7 @@ def apply(
     def begin(strategy: tf.distribute.Strategy) -> None:
         if variables is not None:
             keras_internals.build(optimizer, variables)
-        begun.extend(state.begin(strategy) for state in states_of(optimizer))
+        begun.extend(state.begin() for state in states_of(optimizer))
         # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
@@ -242,11 +235,11 @@ def apply(
         total = step.change_all(applies=False)[0].total
         for state, exchanges in zip(states_of(optimizer), begun, strict=True):
             # Without a batch, hosts count the same.
-            state.end(strategy, 1 if total is None else total, exchanges)
+            state.end(1 if total is None else total, exchanges)
 
     context.merge_call(begin)
     with step.changed(applies=True):
-        result = update(variables)
+        result = update()
     context.merge_call(end)
     return result
 
@@ -257,7 +250,7 @@ def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     steps = [ReplicaStep(index, replicas) for index in range(replicas)]
     with strategy.scope(), step.during(steps=steps):
         for state in states_of(optimizer):
-            state.finish(strategy)
+            state.finish()
 
 
 @contextlib.contextmanager

@@ -132,7 +132,7 @@ class ReplicaExtended:
     outer: DiLoCo | None = None
 
     def _use_merge_call(self) -> bool:
-        here = step.current()
+        here = step.now.step
         return here is None or not here.alone
 
     def _call_for_each_replica(self, fn: Any, args: Any, kwargs: Any) -> Any:
@@ -159,7 +159,7 @@ class ReplicaExtended:
 
         @tf.autograph.experimental.do_not_convert
         def with_examples(*args: Any, **kwargs: Any) -> Any:
-            here = step.current()
+            here = step.now.step
             if is_keras and here is not None and here.can_be_empty:
                 args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
                 return tf.nest.map_structure(here.without_stand_in, fn(*args, **kwargs))

@@ -24,14 +24,14 @@ class Trace:
     """Collects, while a step is traced, the update that is left to do outside of XLA."""
 
     graph: tf.Graph
-    optimizer: Any = None
     own: updates.Call | None = None
+    optimizer: Any = None
     gradients: list[Any] | None = None
     variables: list[Any] | None = None
     ops_before_update: int = 0
 
     def defer(
-        self, optimizer: Any, own: updates.Call, grads: list[Any], variables: list[Any] | None
+        self, own: updates.Call, optimizer: Any, grads: list[Any], variables: list[Any] | None
     ) -> None:
         """Takes the arguments of the step's `updates.apply`."""
         if self.variables is not None:
@@ -40,8 +40,8 @@ class Trace:
             raise _NotCompiledError("it updates in a tf.cond, loop or tf.function")
         if variables is None:
             raise _NotCompiledError("it calls optimizer.apply without variables")
-        self.optimizer, self.own, self.gradients = optimizer, own, grads
-        self.variables = variables
+        self.own, self.optimizer = own, optimizer
+        self.gradients, self.variables = grads, variables
         self.ops_before_update = len(self.graph.get_operations())
 
 
@@ -97,7 +97,7 @@ def make_function(model: keras.Model, name: str) -> None:
 
 @tf.autograph.experimental.do_not_convert
 def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
-    here = running.current() or running.ReplicaStep(0, 1)
+    here = running.now.step or running.ReplicaStep(0, 1)
     if here.trace is not None:
         raise _NotCompiledError
     if tf.executing_eagerly() or tf_internals.compiled_by_xla():
@@ -139,7 +139,7 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     )
     outputs, gradients = function(*args, **kwargs)
     if trace.own:
-        diloco.apply(trace.optimizer, trace.own, gradients, trace.variables)
+        diloco.apply(trace.own, trace.optimizer, gradients, trace.variables)
     return outputs
 
 

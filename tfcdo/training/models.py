@@ -37,7 +37,7 @@ def install() -> None:
         return  # `keras_internals` has said so.
     extend = keras_internals.extend
     for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
-        extend(optimizer_class, "apply", _apply)
+        extend(optimizer_class, "apply", diloco.apply)
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
     extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
     optimizer = keras_internals.TFOptimizer
@@ -71,10 +71,6 @@ def install() -> None:
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
 
 
-def _apply(own: Function, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    return diloco.apply(optimizer, functools.partial(own, optimizer), grads, trainable_variables)
-
-
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the count of steps, and the learning rate, variables that each replica updates."""
     # Keras has the first replica's number sent to the others, where replicas meet.
@@ -90,7 +86,7 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
         users = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
-        keras_internals.extend(users, "apply", _apply)
+        keras_internals.extend(users, "apply", diloco.apply)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -132,15 +128,14 @@ def _add_slot(
 
 
 def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
-    here = step.current()
-    return (
-        list(grads_and_vars) if here is not None and here.alone else own(optimizer, grads_and_vars)
-    )
+    here = step.now.step
+    is_alone = here is not None and here.alone
+    return list(grads_and_vars) if is_alone else own(optimizer, grads_and_vars)
 
 
 def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
     """Notes which rows of a variable its owner writes."""
-    here = step.current()
+    here = step.now.step
     if here is not None and here.written is not None:
         writes = here.written.setdefault(id(keras_internals.value_of(variable)), [])
         writes.append(getattr(value, "indices", None))
@@ -150,7 +145,7 @@ def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None
 def _count(own: Function, variable: Any, value: Any) -> Any:
     """Adds to a Keras variable: optimizers count steps so."""
     # A step that fails on one replica must not be counted on others, which would then differ.
-    here = step.current()
+    here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
         return own(variable, value)
 
@@ -242,7 +237,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     elif function is not before:
         extended = model.distribute_strategy.extended
         if extended.outer is not None:  # What a step returns is this host's.
-            function = functools.partial(step.run_alone, function)
+            function = step.during(host_alone=True)(function)
         if extended.checks_in_sync:
             function = functools.partial(run_checked, function, model, [])
         model.train_function = function
@@ -278,7 +273,10 @@ class WeightComparison:
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common
-        self._digests = tf.function(self._digests_of_all, autograph=False)
+        self._digests = tf.function(  # Of all variables, on all replicas of all hosts.
+            lambda: self._strategy.gather(self._strategy.run(self._digests_here), axis=0),
+            autograph=False,
+        )
 
     def difference(self) -> str | None:
         """Returns which variable and replica differ first, and by how much; None if none does."""
@@ -309,10 +307,6 @@ class WeightComparison:
             f"{np.abs(values[replica] - values[other]).max():.3g} at most; of {len(variables)} "
             f"variables {len(differing)} differ somewhere"
         )
-
-    def _digests_of_all(self) -> tf.Tensor:
-        """Returns the digests of all variables on all replicas of all hosts."""
-        return self._strategy.gather(self._strategy.run(self._digests_here), axis=0)
 
     def _digests_here(self) -> tf.Tensor:
         digests = []

@@ -80,7 +80,7 @@ def update(
 
     @tf.autograph.experimental.do_not_convert
     def on_owner(scales: Sequence[Any]) -> None:
-        here = step.current()
+        here = step.now.step
         assert here is not None
         mine = [at for at, index in enumerate(owner) if index == here.replica]
         written: dict[int, list[Any]] = {}

@@ -126,7 +126,7 @@ class _Now(threading.local):
     """What a thread runs now."""
 
     # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
-    step: ReplicaStep | None = None  # In a replica's thread.
+    step: ReplicaStep | None = None  # In a replica's thread; None outside of a step.
     # Of all replicas of this host, where these meet during a step.
     steps: Sequence[ReplicaStep] | None = None
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
@@ -136,14 +136,9 @@ class _Now(threading.local):
 now = _Now()
 
 
-def current() -> ReplicaStep | None:
-    """Returns the step that this thread's replica runs; None outside of a step."""
-    return now.step
-
-
 def current_several() -> ReplicaStep | None:
     """Returns the step that this thread's replica runs with other replicas; else None."""
-    step = current()
+    step = now.step
     if step is None or tf.distribute.in_cross_replica_context():
         return None
     # A host alone with one replica may have no examples where other hosts have some.
@@ -170,15 +165,9 @@ def during(**values: Any) -> Iterator[None]:
 
 def changed(**changes: Any) -> contextlib.AbstractContextManager[None]:
     """Changes attributes of the current step for a while."""
-    step = current()
+    step = now.step
     assert step is not None
     return during(step=dataclasses.replace(step, **changes))
-
-
-def run_alone(function: Callable[..., Any], /, *args: Any) -> Any:
-    """Calls a function while this host trains alone."""
-    with during(host_alone=True):
-        return function(*args)
 
 
 # Values of all replicas of this host.

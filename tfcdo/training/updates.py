@@ -17,41 +17,41 @@ from tfcdo import keras_internals, tf_internals
 from tfcdo.execute import rows
 from tfcdo.training import sharding, step
 
-# Calls the optimizer's own method with gradients and variables.
-Call = Callable[[Sequence[Any], Sequence[Any] | None], Any]
+# A class of optimizers' own `apply`, of an optimizer, gradients and variables.
+Call = Callable[[Any, Sequence[Any], Sequence[Any] | None], Any]
 
 
-def apply(optimizer: Any, own: Call, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
     """Applies gradients of this replica; `own` is Keras's method."""
     strategy = tf.distribute.get_strategy()
-    here = step.current()
+    here = step.now.step
     on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
     if not on_replica or here is None or here.alone:
-        return own(grads, variables)
+        return own(optimizer, grads, variables)
     grads = list(grads)
     _check_made_here(optimizer, strategy, variables)
     if not grads:
-        return own(grads, variables)
+        return own(optimizer, grads, variables)
     if here.trace is not None:
-        return here.trace.defer(optimizer, own, grads, variables)
+        return here.trace.defer(own, optimizer, grads, variables)
     context = tf.distribute.get_replica_context()
     if not optimizer.built and variables is not None:
         context.merge_call(lambda strategy: keras_internals.build(optimizer, variables))
     grads = here.keep(grads)
     if here.replicas == 1:
         with step.changed(alone=True):
-            return own(grads, variables)
+            return own(optimizer, grads, variables)
     known = keras_internals.trainable_variables(optimizer) if variables is None else variables
     if len(grads) != len(known):
-        return own(grads, variables)  # Keras raises the error.
+        return own(optimizer, grads, variables)  # Keras raises the error.
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
     if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
         sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
         with step.changed(alone=True, counts_after=_last_of(sums)):
-            return own(sums, variables)
+            return own(optimizer, sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
-        return own(_finite_on_all(list(grads)), variables)
+        return own(optimizer, _finite_on_all(list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
 
