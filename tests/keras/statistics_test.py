@@ -57,12 +57,15 @@ class StatisticsTest(TrainingTestCase):
 
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
-        with strategy_of(7).scope():
+        strategy = strategy_of(7)
+        with strategy.scope():
             model = model_of(lambda: [keras.Input((50,)), keras.layers.BatchNormalization()], "sgd")
         frozen = model.non_trainable_variables[0]
         expected = np.random.default_rng(0).normal(size=50).astype(np.float32)
         frozen.assign(expected)
         self.assertAllEqual(expected, frozen)
+        mean = strategy.reduce("MEAN", {"frozen": frozen.value}, axis=None)
+        self.assertAllEqual(expected, mean["frozen"])
         model.predict(np.zeros([7, 50]), verbose=0)
         for copy in frozen.value.values:
             self.assertAllEqual(expected, copy)

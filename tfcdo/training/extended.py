@@ -32,13 +32,15 @@ class ReducesStructures:
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values."""
-        # Keras 3 reduces scalars along axis 0, where they have none.
-        reduce = super().reduce  # type: ignore[misc]
-        if statistics.is_averaged(value):
-            return statistics.reduced(reduce, reduce_op, value, axis)
-        return tf.nest.map_structure(
-            lambda one: reduce(reduce_op, one, axis=None if _is_scalar(one) else axis), value
-        )
+        own = super().reduce  # type: ignore[misc]
+
+        def reduced(one: Any) -> Any:
+            if statistics.is_averaged(one):
+                return statistics.reduced(own, reduce_op, one, axis)
+            # Keras 3 reduces scalars along axis 0, where they have none.
+            return own(reduce_op, one, axis=None if _is_scalar(one) else axis)
+
+        return tf.nest.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Concatenates a value, or each of a structure of values over the replicas, in one go."""
