@@ -173,7 +173,7 @@ class Process:
         world.meetings += 1
         self.membership = f"run {world.meetings}"
         names = [f"host {host}" for host in range(world.hosts)]
-        meeting = world.rules.Meeting(names, {}, self.membership, world.now + MEET_SECONDS)
+        meeting = world.rules.Meeting(names, {}, world.now + MEET_SECONDS)
         self.is_listening = True
         latest: dict[int, Connection] = {}
         lost: set[Connection] = set()

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 Description = Mapping[str, Any]
-Settings = Mapping[str, Any]
 
 _MOST_DIFFERENCES = 3  # That a message names.
 
@@ -55,12 +54,9 @@ _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on th
 class Meeting:
     """The chief's part in a meeting: which hosts have come, and whether all can continue."""
 
-    def __init__(
-        self, names: Sequence[str], settings: Settings, membership: str, deadline: float
-    ) -> None:
+    def __init__(self, names: Sequence[str], settings: Description, deadline: float) -> None:
         self._names = names
         self._settings = dict(settings)
-        self.membership = membership  # Names these processes; a restarted one is not of them.
         self._deadline = deadline
         self._problem = ""
         self.arrived: dict[int, Any] = {}  # The connection of each host that has come.
@@ -70,7 +66,7 @@ class Meeting:
         """Returns the hosts that have not come."""
         return [host for host in range(1, len(self._names)) if host not in self.arrived]
 
-    def arrive(self, host: int, settings: Settings, connection: Any, now: float) -> Any:
+    def arrive(self, host: int, settings: Description, connection: Any, now: float) -> Any:
         """Counts a host in, perhaps again; returns the connection that is of no more use."""
         if not 0 < host < len(self._names):
             return connection
@@ -132,7 +128,8 @@ class Store(Protocol):
 class Kinds:
     """One host's knowledge of the kinds of collectives that hosts have announced."""
 
-    def __init__(self, host: int, hosts: int, membership: str = "") -> None:
+    def __init__(self, host: int, hosts: int, membership: str) -> None:
+        # Names these processes; a restarted one is not of them.
         self._membership = membership
         self._next_number = 0
         self.own: dict[str, Description] = {}
@@ -490,7 +487,7 @@ SAME_CALLS = (
 _MAX_REASON = 500  # Characters of an error's message that others are told.
 
 
-def differences(left: Settings, left_name: str, right: Settings, right_name: str) -> str:
+def differences(left: Description, left_name: str, right: Description, right_name: str) -> str:
     """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
     found = [
         _difference(key, left[key], left_name, right[key], right_name)

@@ -259,7 +259,7 @@ def join(
     make_store: Callable[[], Store],
     abort: watch.Abort,
     timeout: float,
-    membership: str = "",
+    membership: str,
 ) -> Session:
     """Returns the session of this process, made by the first strategy, whose cluster is for all."""
     global _current
