@@ -334,7 +334,7 @@ class Process:
         """Waits for other hosts, as `Session` and `Watch` do."""
         world = self.world
         start = world.now
-        wait = world.rules.Wait(COLLECTIVE_SECONDS, news_after)
+        wait = world.rules.Wait(COLLECTIVE_SECONDS)
         while not ready():
             waited = world.now - start
             yield signal, 5.0 if waited < 15.0 else 20.0
@@ -344,6 +344,8 @@ class Process:
             store = self.store
             world.check_wait(self, start)
             failure = store.values.get("failed")
+            if world.now - start < news_after:
+                continue
             verdict, reason = wait.look(
                 world.now - start, lambda failure=failure: failure, self.mismatch, str
             )

@@ -24,7 +24,7 @@ _MUTANTS = {
     "numbered early": ("if name not in self.heard[host]", "if False", "before all have come"),
     "one number for all": ("self._next_number += size", "pass", "have one number|twice"),
     "other programs unnoticed": ("if strange else None", "if False else None", "another program"),
-    "failures not heard": ("failure() if waited", "None if waited", "waits for one that has left"),
+    "failures not heard": ("reason = failure()", "reason = None", "waits for one that has left"),
     "waits without a time-out": ("if waited >= self._timeout", "if False", "than the time-out"),
     "leaving after the first one's step": ("str(max(begun", "str(min(begun", "different decisions"),
     "each host decides alone": (

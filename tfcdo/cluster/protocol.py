@@ -186,9 +186,8 @@ LATE = "timed out"  # How each reason of this kind begins.
 class Wait:
     """One wait for other hosts."""
 
-    def __init__(self, timeout: float, news_after: float = 0.0) -> None:
+    def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._news_after = news_after
         self._next_line = LOG_AFTER
 
     def look(
@@ -202,7 +201,7 @@ class Wait:
 
         "wait"; "say" a line; "stop", for another host's reason; "fail", and tell others the reason.
         """
-        reason = failure() if waited >= self._news_after else None
+        reason = failure()
         if reason is not None:
             return "stop", reason
         reason = mismatch() if waited >= GRACE else None

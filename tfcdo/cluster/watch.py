@@ -60,7 +60,7 @@ class Watch:
         self._watched: dict[str, progress.Kind] = {}
         self._status = Status()
         self._next_line = -np.inf  # When the chief may name slow hosts again.
-        self._wait = protocol.Wait(timeout, _NEWS_AFTER)
+        self._wait = protocol.Wait(timeout)
         self._has_written = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -122,7 +122,7 @@ class Watch:
         else:
             self._compare(now)
         if waiting is None or waited < _NEWS_AFTER:
-            self._wait = protocol.Wait(self._timeout, _NEWS_AFTER)
+            self._wait = protocol.Wait(self._timeout)
             return False
         reason = self._judge(self._wait, waited, lambda: self._line(waiting, waited))
         if reason is not None:
