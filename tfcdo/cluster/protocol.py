@@ -234,30 +234,26 @@ class Leaving:
         self._begun: list[int | None] = [None] * hosts
         self._begun[host] = 0
         self._is_held = False
+        # Also None if no step is common, or the others cannot be asked.
         self.decision: int | None = None
-        self.is_off = False  # No step is common, or the others cannot be asked.
 
-    def hold(self) -> None:
-        """Begins no call until there is a decision: this machine is being preempted."""
+    def hold(self) -> int:
+        """Begins no call until there is a decision; returns the last one that has begun here."""
         self._is_held = True
+        return self._begun[self._host] or 0
 
     def may_begin(self, call: int) -> bool | None:
-        """Returns whether the host begins a call, the first being 1; None: wait, or is off."""
+        """Returns whether the host begins a call, the first being 1; None: no decision yet."""
         if not self._is_held:
             self._begun[self._host] = call
             return True
         return None if self.decision is None else call <= self.decision
 
     def must_leave(self, calls: int) -> bool | None:
-        """Returns whether to leave after this many calls, with a backup; None: wait, or is off."""
+        """Returns whether to leave after this many calls, with a backup; None: no decision yet."""
         if not self._is_held:
             return False
         return None if self.decision is None else calls >= self.decision
-
-    def notice(self) -> int:
-        """Returns the last call that has begun here, for the others to hear."""
-        self._is_held = True
-        return self._begun[self._host] or 0
 
     def hear(self, host: int, begun: int) -> None:
         """Hears which call another host has begun."""
@@ -276,8 +272,7 @@ class Leaving:
 
     def decide(self, decision: str | None) -> None:
         """Takes the decision from the store; None if the store is gone."""
-        self.is_off = decision in (None, NO_STEP)
-        if decision is not None and not self.is_off:
+        if decision is not None and decision != NO_STEP:
             self.decision = int(decision)
 
 
