@@ -371,7 +371,6 @@ class Result:
 
     status: int
     signal: int = 0  # That ended the launcher.
-    has_left: bool = False  # After a backup, to be started again.
     blamed: int | None = None
 
 
@@ -429,7 +428,7 @@ class Supervision:
             return Result(128 + self._signal, self._signal)
         blamed = self._blamed()
         if self._has_left:
-            return Result(RESTART_STATUS, has_left=True)
+            return Result(RESTART_STATUS)
         return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
 
     def _blamed(self) -> End | None:
@@ -441,12 +440,9 @@ class Supervision:
         if self._has_left:
             return []
         self._has_left = True
-        if not self.running:
-            return [Say("{} asks to be started again, after a backup", (worker,))]
         self.deadline = now + self._leave
-        return [
-            Say("{} asks to be started again, after a backup; waiting for the others", (worker,))
-        ]
+        others = "; waiting for the others" if self.running else ""
+        return [Say(f"{{}} asks to be started again, after a backup{others}", (worker,))]
 
     def _settle(self, now: float) -> Actions:
         """Decides which worker has failed, and ends the others."""
@@ -456,7 +452,7 @@ class Supervision:
         others = "; ending the others" if self.running else ""
         name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(blamed.status, "")
         text = f"{{}} failed: exit status {blamed.status}{name}{others}"
-        tell: Actions = [Send(worker, TELL_OF_FAILURE) for worker in self.running]
+        tell = (Send(worker, TELL_OF_FAILURE) for worker in self.running)
         return [Say(text, (blamed.worker,)), *tell, *self._stop(signal.SIGTERM, now)]
 
     def _stop(self, number: int, now: float) -> Actions:
@@ -468,8 +464,7 @@ class Supervision:
         self.deadline = None
         self._is_killing = True
         workers = tuple(sorted(self.running))
-        say: Actions = [Say("killing {}", workers)] if workers else []
-        return [*say, *(Send(worker, signal.SIGKILL) for worker in workers)]
+        return [Say("killing {}", workers), *(Send(w, signal.SIGKILL) for w in workers)]
 
 
 # Words.
