@@ -240,14 +240,16 @@ class WatchTest(parameterized.TestCase):
         self.now = 0.0
         self.counts = [0, 0, 0]
         self.aborts: list[tuple[int, bool, str]] = []
+        clock = mock.Mock(monotonic=lambda: self.now)
+        self.enter_context(mock.patch.object(watch, "time", clock))
         self.agreements = [make_session(self.store, h, 600.0) for h in range(3)]
         self.watches = []
         for host, own in enumerate(self.agreements):
             abort = lambda late, reason, host=host: self.aborts.append((host, late, reason))  # noqa: E731
-            looks = watch.Watch(own.cluster, self.store, own.judge, abort, 600.0, lambda: self.now)
+            looks = watch.Watch(own.cluster, self.store, own.judge, abort, 600.0)
             looks._thread = threading.current_thread()  # None of its own: the test looks.
             marks = mock.Mock(count=lambda host=host: self.counts[host])
-            marks.times.return_value = np.zeros(progress.shape_of_times(2))
+            marks.times.return_value = np.zeros(progress.events_kept(2))
             looks.add(kind("f[4]"), marks)
             self.watches.append(looks)
 

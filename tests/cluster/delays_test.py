@@ -19,12 +19,11 @@ def made_kind(name, times, begun=None):
     """A kind whose uses entered and left collectives then: `[use, collective, 2]`."""
     times = np.asarray(times, np.float64)
     uses, collectives, _ = times.shape
-    shape = progress.shape_of_times(collectives)
-    kept = np.zeros(shape)
-    for use in range(max(0, uses - shape[0]), uses):
-        kept[use % shape[0]] = times[use]
+    kept = np.zeros(progress.events_kept(collectives)).reshape(-1, collectives, 2)
+    for use in range(max(0, uses - len(kept)), uses):
+        kept[use % len(kept)] = times[use]
     marks = mock.Mock()
-    marks.times.return_value = kept
+    marks.times.return_value = kept.ravel()
     count = 2 * uses * collectives if begun is None else begun
     marks.count.return_value = count
     description = {"what": "all-reduce", "collectives": collectives, "plan": "f" * 64}
@@ -136,10 +135,11 @@ class ComparisonTest(absltest.TestCase):
         store.set = self.values.__setitem__
         store.get = lambda key, timeout: self.values.get(key)
         store.delete = self.values.__delitem__
+        clock = mock.Mock(monotonic=lambda: self.now)
+        self.enter_context(mock.patch.object(watch, "time", clock))
         ends = mock.Mock(side_effect=AssertionError)  # Nobody waits, and nothing is ended.
         self.hosts = [
-            watch.Watch(config.Cluster(_TASKS, h), store, ends, ends, 600.0, lambda: self.now)
-            for h in range(4)
+            watch.Watch(config.Cluster(_TASKS, h), store, ends, ends, 600.0) for h in range(4)
         ]
 
     def look(self, steps, slow):

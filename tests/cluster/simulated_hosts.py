@@ -97,6 +97,7 @@ class Process:
         self.world, self.host, self.job = world, host, job
         self.is_dead = self.is_stopped = self.is_told = self.is_signalled = False
         self.is_fitting = self.is_listening = self.has_left = self.is_full = False
+        self.is_decided = False  # Whether to leave, and after which step.
         self.is_cut_off = False  # TensorFlow has given the chief up.
         self.is_victim = self.is_touched = False  # By a fault, but for a notice.
         self.status = 0
@@ -160,7 +161,7 @@ class Process:
             if not is_last and (yield from self.ask(self.leaving.must_leave, call)):
                 yield from self.leave_with_backup(saved)
         # The training is complete: what begins after it does not wait for this host.
-        yield from self.set_once(f"begun/{self.host}", str(self.leaving.notice()))
+        yield from self.set_once(f"begun/{self.host}", str(self.leaving.hold()))
         yield from self.finish_writing()
         self.is_fitting = False
         self.phase = "is complete"
@@ -173,7 +174,7 @@ class Process:
         world.meetings += 1
         self.membership = f"run {world.meetings}"
         names = [f"host {host}" for host in range(world.hosts)]
-        meeting = world.rules.Meeting(names, {}, self.membership, world.now + MEET_SECONDS)
+        meeting = world.rules.Meeting(names, {}, world.now + MEET_SECONDS)
         self.is_listening = True
         latest: dict[int, Connection] = {}
         lost: set[Connection] = set()
@@ -334,7 +335,7 @@ class Process:
         """Waits for other hosts, as `Session` and `Watch` do."""
         world = self.world
         start = world.now
-        wait = world.rules.Wait(COLLECTIVE_SECONDS, news_after)
+        wait = world.rules.Wait(COLLECTIVE_SECONDS)
         while not ready():
             waited = world.now - start
             yield signal, 5.0 if waited < 15.0 else 20.0
@@ -343,6 +344,8 @@ class Process:
                 return
             store = self.store
             world.check_wait(self, start)
+            if world.now - start < news_after:
+                continue
             failure = store.values.get("failed")
             verdict, reason = wait.look(
                 world.now - start, lambda failure=failure: failure, self.mismatch, str
@@ -499,7 +502,7 @@ class Process:
         if self.is_signalled:
             self.leaving.hold()
         while (answer := question(calls)) is None:
-            if self.leaving.is_off:
+            if self.is_decided:
                 raise ProcessExit(143)
             yield self.wakeup, 1000.0
         return answer
@@ -510,7 +513,7 @@ class Process:
             while (yield from self.get("notice", 60.0)) is None:
                 if not self.is_fitting:
                     return
-            begun = self.leaving.notice()
+            begun = self.leaving.hold()
             if world.bug == ("busy", self.host):
                 yield 10.0 + world.delay(50.0)
             yield from self.set_once(f"begun/{self.host}", str(begun))
@@ -524,11 +527,13 @@ class Process:
             yield from self.set_once("decision", proposal)
             decision = yield from self.get("decision", 1.0)
             self.leaving.decide(decision)
-            own = protocol.NO_STEP if self.leaving.is_off else str(self.leaving.decision)
-            require(decision in (None, own), "hosts come to different decisions")
+            own = self.leaving.decision
+            own_text = protocol.NO_STEP if own is None else str(own)
+            require(decision in (None, own_text), "hosts come to different decisions")
         except _GoneError:
-            self.leaving.decide(None)
+            pass  # The others cannot be asked.
         finally:
+            self.is_decided = True
             world.fire(self.wakeup)
 
     def leave_with_backup(self, saved: int) -> Run:

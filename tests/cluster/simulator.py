@@ -92,7 +92,8 @@ class Launcher(Process):
             world.check_result(self, result)
             if not result.status or result.signal:
                 break
-            if not (result.has_left and world.now - begin >= 5.0):
+            is_asked = result.status == protocol.RESTART_STATUS
+            if not (is_asked and world.now - begin >= 5.0):
                 failures += 1
                 if failures > (_MAX_RESTARTS if world.bug is None else 1):
                     break
@@ -294,7 +295,7 @@ class World:
 
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
         processes = launcher.processes
-        if result.has_left:
+        if result.status == protocol.RESTART_STATUS:
             has_asked = any(p.status == protocol.RESTART_STATUS for p in processes)
             require(has_asked, "nobody has asked for the restart")
             for process in processes:

@@ -97,7 +97,11 @@ class BlackBoxTest(parameterized.TestCase):
             last = progress.Collectives(numbers, entered, left)
             self.enter_context(mock.patch.object(kind, "last", return_value=last))
             kinds.append(kind)
-        box = progress.record(_CLUSTER, kinds, "a reason")
+        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
+            progress.write_box(_CLUSTER, kinds, "a reason")
+        path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
+        self.assertIn(f"the last 1000 collectives are in {path}", logs.output[0])
+        box = progress.read_box(path)
         expected = [
             progress.Entry("ab"[half], number, number + half / 2, number + half / 2 + 0.25)
             for number in range(700, 1200)
@@ -105,11 +109,9 @@ class BlackBoxTest(parameterized.TestCase):
         ]
         expected[-1] = progress.Entry("b", 1199, 1199.5, None)
         self.assertTrue(expected == box.entries)  # The difference of long lists takes minutes.
-        with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            progress.write_box(box)
-        path = self.folder / "blackbox" / f"host0-{os.getpid()}.json"
-        self.assertIn(f"the last 1000 collectives are in {path}", logs.output[0])
-        self.assertEqual(box, progress.read_box(path))
+        self.assertEqual((0, _HOSTS, "a reason"), (box.host, box.hosts, box.reason))
+        known = progress.KindOfCollectives("collective of 1 value (f[2])", "", 4)
+        self.assertEqual({"a": known, "b": known}, box.kinds)
 
     @parameterized.parameters(
         ("", "{}", "tfcdo"),
@@ -127,7 +129,7 @@ class BlackBoxTest(parameterized.TestCase):
     def test_a_folder_that_cannot_be_written(self):
         (self.folder / "blackbox").write_text("a file")
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            progress.write_box(made_box(0))
+            progress.write_box(_CLUSTER, [], "a reason")
         self.assertIn("the black box could not be written", logs.output[0])
 
 
@@ -146,19 +148,19 @@ class SignalTest(absltest.TestCase):
         signal.set_wakeup_fd(writer)
         progress.listen()
         progress.listen()
-        self.assertFalse(progress.asked())
+        self.assertFalse(worker.take_signal(signal.SIGUSR1))
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.01)
         self.assertEqual(bytes([signal.SIGUSR1]), os.read(reader, 10))
-        self.assertTrue(progress.asked())
-        self.assertFalse(progress.asked())
+        self.assertTrue(worker.take_signal(signal.SIGUSR1))
+        self.assertFalse(worker.take_signal(signal.SIGUSR1))
 
     def test_a_handler_of_the_user_stays(self):
         handler = mock.Mock()
         signal.signal(signal.SIGUSR1, handler)
         progress.listen()
         self.assertIs(handler, signal.getsignal(signal.SIGUSR1))
-        self.assertFalse(progress.asked())
+        self.assertFalse(worker.take_signal(signal.SIGUSR1))
 
     def test_another_thread_leaves_signals_alone(self):
         with futures.ThreadPoolExecutor(1) as pool:

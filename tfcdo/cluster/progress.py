@@ -33,7 +33,7 @@ class EventCounter(Protocol):
         """Returns the number of events: odd while a collective waits."""
 
     def times(self) -> np.ndarray:
-        """Returns when the last events were, as `shape_of_times`, on this host's own clock."""
+        """Returns when the last `events_kept` were, in seconds on this host's own clock."""
 
 
 class Collectives(NamedTuple):
@@ -44,9 +44,9 @@ class Collectives(NamedTuple):
     left: np.ndarray
 
 
-def shape_of_times(collectives: int) -> tuple[int, int, int]:
-    """Returns `[uses, collectives of one use, entered and left]` whose times a host keeps."""
-    return max(_KEPT_USES, -(-KEPT // max(1, collectives))), collectives, 2
+def events_kept(collectives: int) -> int:
+    """Returns of how many events a host keeps the times, if one use has so many collectives."""
+    return max(_KEPT_USES, -(-KEPT // max(1, collectives))) * collectives * 2
 
 
 @dataclasses.dataclass
@@ -74,7 +74,7 @@ class Kind:
         times = self.marks.times().reshape(-1, 2)
         begun = (count + 1) // 2
         numbers = np.arange(max(0, begun - len(times)), begun)
-        entered, left = times[numbers % max(1, len(times))].T
+        entered, left = times[numbers % len(times)].T
         return Collectives(numbers, entered, np.where(numbers < count // 2, left, np.nan))
 
 
@@ -112,8 +112,8 @@ class Box(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     entries: list[Entry]
 
 
-def record(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> Box:
-    """Returns this host's last collectives."""
+def write_box(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> None:
+    """Writes this host's last collectives to the cache folder, and logs the path, or the error."""
     entries, known = [], {}
     for kind in kinds:
         about = kind.description
@@ -122,13 +122,9 @@ def record(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> Box:
         )
         for number, entered, left in zip(*(column.tolist() for column in kind.last())):
             entries.append(Entry(kind.name, number, entered, None if np.isnan(left) else left))
-    entries.sort(key=lambda entry: entry.entered)
+    entries = sorted(entries, key=lambda entry: entry.entered)[-KEPT:]
     hosts = [cluster.name(host) for host in range(len(cluster.tasks))]
-    return Box(cluster.index, hosts, reason, time.time(), known, entries[-KEPT:])
-
-
-def write_box(box: Box) -> None:
-    """Writes a file in the cache folder, and logs its path, or the error."""
+    box = Box(cluster.index, hosts, reason, time.time(), known, entries)
     try:
         path = cache_folder.cache_folder() / "blackbox" / f"host{box.host}-{os.getpid()}.json"
         cache_folder.write_whole(path, msgspec.json.encode(box))
@@ -138,12 +134,12 @@ def write_box(box: Box) -> None:
     logging.warning(
         "tfcdo: the last %d collectives are in %s; `tfcdo doctor --blackbox FILE...` with the "
         "files of all hosts says which host stopped where",
-        *(len(box.entries), path),
+        *(len(entries), path),
     )
 
 
 def read_box(path: pathlib.Path) -> Box:
-    """Reads a file that `write` wrote; raises a `ValueError` if it is another one."""
+    """Reads a file that `write_box` wrote; raises a `ValueError` if it is another one."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=Box)
     except msgspec.DecodeError as error:
@@ -160,8 +156,3 @@ def listen() -> None:
         signal.signal(signal.SIGUSR1, worker.note_signal)
     elif handler is not worker.note_signal:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
-
-
-def asked() -> bool:
-    """Returns whether SIGUSR1 has come since this was last asked."""
-    return worker.take_signal(signal.SIGUSR1)

@@ -16,7 +16,6 @@ from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
 from typing import Any, Protocol
 
 Description = Mapping[str, Any]
-Settings = Mapping[str, Any]
 
 _MOST_DIFFERENCES = 3  # That a message names.
 
@@ -55,12 +54,9 @@ _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on th
 class Meeting:
     """The chief's part in a meeting: which hosts have come, and whether all can continue."""
 
-    def __init__(
-        self, names: Sequence[str], settings: Settings, membership: str, deadline: float
-    ) -> None:
+    def __init__(self, names: Sequence[str], settings: Description, deadline: float) -> None:
         self._names = names
         self._settings = dict(settings)
-        self.membership = membership  # Names these processes; a restarted one is not of them.
         self._deadline = deadline
         self._problem = ""
         self.arrived: dict[int, Any] = {}  # The connection of each host that has come.
@@ -70,7 +66,7 @@ class Meeting:
         """Returns the hosts that have not come."""
         return [host for host in range(1, len(self._names)) if host not in self.arrived]
 
-    def arrive(self, host: int, settings: Settings, connection: Any, now: float) -> Any:
+    def arrive(self, host: int, settings: Description, connection: Any, now: float) -> Any:
         """Counts a host in, perhaps again; returns the connection that is of no more use."""
         if not 0 < host < len(self._names):
             return connection
@@ -132,7 +128,8 @@ class Store(Protocol):
 class Kinds:
     """One host's knowledge of the kinds of collectives that hosts have announced."""
 
-    def __init__(self, host: int, hosts: int, membership: str = "") -> None:
+    def __init__(self, host: int, hosts: int, membership: str) -> None:
+        # Names these processes; a restarted one is not of them.
         self._membership = membership
         self._next_number = 0
         self.own: dict[str, Description] = {}
@@ -189,9 +186,8 @@ LATE = "timed out"  # How each reason of this kind begins.
 class Wait:
     """One wait for other hosts."""
 
-    def __init__(self, timeout: float, news_after: float = 0.0) -> None:
+    def __init__(self, timeout: float) -> None:
         self._timeout = timeout
-        self._news_after = news_after
         self._next_line = LOG_AFTER
 
     def look(
@@ -205,7 +201,7 @@ class Wait:
 
         "wait"; "say" a line; "stop", for another host's reason; "fail", and tell others the reason.
         """
-        reason = failure() if waited >= self._news_after else None
+        reason = failure()
         if reason is not None:
             return "stop", reason
         reason = mismatch() if waited >= GRACE else None
@@ -238,30 +234,26 @@ class Leaving:
         self._begun: list[int | None] = [None] * hosts
         self._begun[host] = 0
         self._is_held = False
+        # Also None if no step is common, or the others cannot be asked.
         self.decision: int | None = None
-        self.is_off = False  # No step is common, or the others cannot be asked.
 
-    def hold(self) -> None:
-        """Begins no call until there is a decision: this machine is being preempted."""
+    def hold(self) -> int:
+        """Begins no call until there is a decision; returns the last one that has begun here."""
         self._is_held = True
+        return self._begun[self._host] or 0
 
     def may_begin(self, call: int) -> bool | None:
-        """Returns whether the host begins a call, the first being 1; None: wait, or is off."""
+        """Returns whether the host begins a call, the first being 1; None: no decision yet."""
         if not self._is_held:
             self._begun[self._host] = call
             return True
         return None if self.decision is None else call <= self.decision
 
     def must_leave(self, calls: int) -> bool | None:
-        """Returns whether to leave after this many calls, with a backup; None: wait, or is off."""
+        """Returns whether to leave after this many calls, with a backup; None: no decision yet."""
         if not self._is_held:
             return False
         return None if self.decision is None else calls >= self.decision
-
-    def notice(self) -> int:
-        """Returns the last call that has begun here, for the others to hear."""
-        self._is_held = True
-        return self._begun[self._host] or 0
 
     def hear(self, host: int, begun: int) -> None:
         """Hears which call another host has begun."""
@@ -280,8 +272,7 @@ class Leaving:
 
     def decide(self, decision: str | None) -> None:
         """Takes the decision from the store; None if the store is gone."""
-        self.is_off = decision in (None, NO_STEP)
-        if decision is not None and not self.is_off:
+        if decision is not None and decision != NO_STEP:
             self.decision = int(decision)
 
 
@@ -380,7 +371,6 @@ class Result:
 
     status: int
     signal: int = 0  # That ended the launcher.
-    has_left: bool = False  # After a backup, to be started again.
     blamed: int | None = None
 
 
@@ -438,7 +428,7 @@ class Supervision:
             return Result(128 + self._signal, self._signal)
         blamed = self._blamed()
         if self._has_left:
-            return Result(RESTART_STATUS, has_left=True)
+            return Result(RESTART_STATUS)
         return Result(blamed.status, blamed=blamed.worker) if blamed else Result(0)
 
     def _blamed(self) -> End | None:
@@ -450,12 +440,9 @@ class Supervision:
         if self._has_left:
             return []
         self._has_left = True
-        if not self.running:
-            return [Say("{} asks to be started again, after a backup", (worker,))]
         self.deadline = now + self._leave
-        return [
-            Say("{} asks to be started again, after a backup; waiting for the others", (worker,))
-        ]
+        others = "; waiting for the others" if self.running else ""
+        return [Say(f"{{}} asks to be started again, after a backup{others}", (worker,))]
 
     def _settle(self, now: float) -> Actions:
         """Decides which worker has failed, and ends the others."""
@@ -465,7 +452,7 @@ class Supervision:
         others = "; ending the others" if self.running else ""
         name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(blamed.status, "")
         text = f"{{}} failed: exit status {blamed.status}{name}{others}"
-        tell: Actions = [Send(worker, TELL_OF_FAILURE) for worker in self.running]
+        tell = (Send(worker, TELL_OF_FAILURE) for worker in self.running)
         return [Say(text, (blamed.worker,)), *tell, *self._stop(signal.SIGTERM, now)]
 
     def _stop(self, number: int, now: float) -> Actions:
@@ -477,8 +464,7 @@ class Supervision:
         self.deadline = None
         self._is_killing = True
         workers = tuple(sorted(self.running))
-        say: Actions = [Say("killing {}", workers)] if workers else []
-        return [*say, *(Send(worker, signal.SIGKILL) for worker in workers)]
+        return [Say("killing {}", workers), *(Send(w, signal.SIGKILL) for w in workers)]
 
 
 # Words.
@@ -490,7 +476,7 @@ SAME_CALLS = (
 _MAX_REASON = 500  # Characters of an error's message that others are told.
 
 
-def differences(left: Settings, left_name: str, right: Settings, right_name: str) -> str:
+def differences(left: Description, left_name: str, right: Description, right_name: str) -> str:
     """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
     found = [
         _difference(key, left[key], left_name, right[key], right_name)

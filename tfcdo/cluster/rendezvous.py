@@ -93,7 +93,7 @@ def _lead(job: _Job, listener: socket.socket) -> str:
     """Waits for all others, and tells them why not to continue, or "": the chief's part."""
     membership = secrets.token_hex(8)
     names = [job.cluster.name(host) for host in range(len(job.cluster.tasks))]
-    meeting = protocol.Meeting(names, job.settings, membership, job.deadline)
+    meeting = protocol.Meeting(names, job.settings, job.deadline)
     problem = _await_all(meeting, listener, job.token)
     try:
         if not problem:

@@ -23,14 +23,7 @@ from typing import Any
 from absl import logging
 
 from tfcdo.cluster import config, progress, protocol, watch
-from tfcdo.cluster.protocol import (
-    LATE,
-    Description,
-    DisagreementError,
-    LateHostError,
-    Store,
-    digest,
-)
+from tfcdo.cluster.protocol import Description, DisagreementError, LateHostError, Store, digest
 
 _POLL = 0.5
 # How long the chief, which keeps the store, stays at its end for others to read why it ends.
@@ -62,7 +55,6 @@ class Session:
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
-        self._told: set[str] = set()  # The texts of the chief.
 
     def agree(self, description: Description) -> None:
         """Waits until all hosts have announced the same description."""
@@ -101,14 +93,13 @@ class Session:
         """Returns a text that only the chief makes, once all hosts ask for it."""
         name = f"text/{digest(description)}"
         with self._lock:
-            if self.cluster.is_chief and name not in self._told:
+            if self.cluster.is_chief and self.store.get(name, 0.01) is None:
                 # Before the hosts agree, so that the other hosts need not wait for it.
                 self.store.set(name, make())
-                self._told.add(name)
         self.agree(description)
         text = self.store.get(name, self.timeout)
         if text is None:
-            raise LateHostError(f"{LATE}: {self.cluster.name(0)} does not answer")
+            raise LateHostError(f"{protocol.LATE}: {self.cluster.name(0)} does not answer")
         return text
 
     def differing(self, kind: str, text: str) -> list[int]:
@@ -218,18 +209,18 @@ class Session:
         start = time.monotonic()
         wait = protocol.Wait(timeout)
         me = self.cluster.name(self.cluster.index)
+
+        def line() -> str:
+            come = f"{late()} to come to its first {protocol.brief(description)}"
+            return f"{me} has waited {time.monotonic() - start:.0f} s for {come}"
+
         while (found := ready()) is None:
-            waited = time.monotonic() - start
             if self.cluster.is_chief:  # Others hear of the chief's end.
                 self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
-
-            def line(waited: float = waited) -> str:
-                come = f"{late()} to come to its first {protocol.brief(description)}"
-                return f"{me} has waited {waited:.0f} s for {come}"
-
-            reason = self.judge(wait, waited, line)
+            reason = self.judge(wait, time.monotonic() - start, line)
             if reason is not None:
-                raise (LateHostError if reason.startswith(LATE) else DisagreementError)(reason)
+                is_late = reason.startswith(protocol.LATE)
+                raise (LateHostError if is_late else DisagreementError)(reason)
         return found
 
     def _hear(self, host: int, timeout: float) -> None:
@@ -259,7 +250,7 @@ def join(
     make_store: Callable[[], Store],
     abort: watch.Abort,
     timeout: float,
-    membership: str = "",
+    membership: str,
 ) -> Session:
     """Returns the session of this process, made by the first strategy, whose cluster is for all."""
     global _current

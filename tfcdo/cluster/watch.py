@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
+import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -16,7 +17,7 @@ import msgspec
 import numpy as np
 from absl import logging
 
-from tfcdo.cluster import config, progress, protocol
+from tfcdo.cluster import config, progress, protocol, worker
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
@@ -48,19 +49,17 @@ class Watch:
         judge: Judge,
         abort: Abort,
         timeout: float,
-        clock: Callable[[], float] = time.monotonic,
     ) -> None:
         self._cluster = cluster
         self._store = store
         self._judge = judge
         self._abort = abort
         self._timeout = timeout
-        self._clock = clock
         self._lock = threading.Lock()
         self._watched: dict[str, progress.Kind] = {}
         self._status = Status()
         self._next_line = -np.inf  # When the chief may name slow hosts again.
-        self._wait = protocol.Wait(timeout, _NEWS_AFTER)
+        self._wait = protocol.Wait(timeout)
         self._has_written = False
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
@@ -84,20 +83,20 @@ class Watch:
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Compares the waits of all hosts in the last steps; empty if one has told none."""
         hosts = {host: self._status_of(host).waits for host in self._cluster.others}
-        hosts[self._cluster.index] = measure(self._used(self._clock()))
+        hosts[self._cluster.index] = measure(self._used(time.monotonic()))
         return compare([hosts[host] for host in sorted(hosts)])
 
     def write_box(self, reason: str) -> None:
         """Writes the last collectives to a file; an error that follows from it writes no other."""
         if not self._has_written:
             self._has_written = True
-            progress.write_box(progress.record(self._cluster, self._kinds(), reason))
+            progress.write_box(self._cluster, self._kinds(), reason)
 
     def _run(self) -> None:
         try:
             while not self._end.wait(_INTERVAL):
-                if progress.asked():
-                    progress.write_box(progress.record(self._cluster, self._kinds(), "SIGUSR1"))
+                if worker.take_signal(signal.SIGUSR1):
+                    progress.write_box(self._cluster, self._kinds(), "SIGUSR1")
                 if self.look():
                     return
         except Exception as error:  # A watch that fails must not take the training with it.
@@ -110,11 +109,11 @@ class Watch:
             return list(self._watched.values())
 
     def _used(self, now: float) -> list[progress.Kind]:
-        return [k for k in self._kinds() if k.count and now - k.since < _FORGET_AFTER]
+        return [kind for kind in self._kinds() if now - kind.since < _FORGET_AFTER]
 
     def look(self) -> bool:
         """Looks once; returns whether the collectives have been ended, so that all is over."""
-        now = self._clock()
+        now = time.monotonic()
         waiting = self._longest_waiting(now)
         waited = 0.0 if waiting is None else now - waiting.since
         if waiting is not None and waited >= _SUSPECT_AFTER:
@@ -122,7 +121,7 @@ class Watch:
         else:
             self._compare(now)
         if waiting is None or waited < _NEWS_AFTER:
-            self._wait = protocol.Wait(self._timeout, _NEWS_AFTER)
+            self._wait = protocol.Wait(self._timeout)
             return False
         reason = self._judge(self._wait, waited, lambda: self._line(waiting, waited))
         if reason is not None:
@@ -285,10 +284,10 @@ def compare(hosts: Sequence[WaitsOfKinds]) -> tuple[HostDelay, ...]:
     for name in set(hosts[0]).intersection(*hosts[1:]):
         waits = [host[name] for host in hosts]
         last = min(one.last for one in waits)
-        steps = min(len(one.seconds) - (one.last - last) for one in waits)
+        ends = [len(one.seconds) - (one.last - last) for one in waits]
+        steps = min(ends)
         if steps < _FEWEST_STEPS:
             continue
-        ends = [len(one.seconds) - (one.last - last) for one in waits]
         seconds = np.array([one.seconds[end - steps : end] for one, end in zip(waits, ends)])
         step = float(np.median([one.step_seconds for one in waits]))
         # Most hosts, not the first one, which may be faster than all others.

@@ -138,8 +138,7 @@ class Marks:
 
     def __init__(self, device: str, description: Mapping[str, Any]) -> None:
         self._device = device
-        self._shape = progress.shape_of_times(description["collectives"])
-        self._length: int = np.prod(self._shape).item()
+        self._length = progress.events_kept(description["collectives"])
         name = digest(description)
         self._count = tf_internals.bare_variable(f"progress_{name}", device, tf.int64)
         self._times = tf_internals.bare_variable(
@@ -169,10 +168,10 @@ class Marks:
         return int(tf.raw_ops.ReadVariableOp(resource=self._count, dtype=tf.int64))
 
     def times(self) -> np.ndarray:
-        """Returns when the last events were, in seconds: `[use, collective, entered or left]`."""
+        """Returns when the last events were, in seconds, each in its place modulo their number."""
         times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
         array: np.ndarray = times.numpy()
-        return array.reshape(self._shape)
+        return array
 
 
 class Collectives:

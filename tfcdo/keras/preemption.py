@@ -145,7 +145,6 @@ class Preemption:
                     self._announce("TensorFlow's notice")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
-            self._leaving.decide(None)
         finally:
             self._decided.set()
 
@@ -153,7 +152,7 @@ class Preemption:
         """Tells the other hosts which call this one has begun; it then begins no other."""
         assert self._session is not None
         with self._lock:
-            begun = self._leaving.notice()
+            begun = self._leaving.hold()
         self._session.store.set(f"{self._prefix}/begun/{self._session.cluster.index}", str(begun))
 
     def _agree(self) -> None:

@@ -79,7 +79,8 @@ def run(job: Job) -> int:
             result = _run_once(job, restarts, events)
             if not result.status or result.signal:
                 return result.status
-            if result.has_left and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+            is_asked = result.status == protocol.RESTART_STATUS
+            if is_asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
                 report("starting all workers again, as asked after a backup")
             elif failures == job.max_restarts:
                 return result.status
