@@ -394,13 +394,13 @@ class Supervision:
         self.running.discard(event.worker)
         if not event.status or self._signal:
             return []
-        if event.status == RESTART_STATUS:
-            return self._let_go(event.worker, now)
         if self._is_settled:
             # An end after the request to end does not count, unless by a SIGKILL from elsewhere.
             if event.status == _KILLED and not self._is_killing:
                 self._failures.append(event)
             return []
+        if event.status == RESTART_STATUS:
+            return self._let_go(event.worker, now)
         self._failures.append(event)
         if len(self._failures) == 1 and not self._has_left:
             self.deadline = now + SETTLE_SECONDS
