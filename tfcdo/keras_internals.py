@@ -66,6 +66,8 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
+    (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
+    (keras.metrics.MeanMetricWrapper, "_fn", ()),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (Trainer, "fit", ("self", "x")),
@@ -73,6 +75,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "train_on_batch", ("self", "x", "return_dict")),
     (Trainer, "test_on_batch", ("self", "x", "return_dict")),
     (Trainer, "_flatten_metrics_in_order", ("self", "logs")),
+    (Trainer, "_compile_loss", ()),
     (Trainer, "_initial_epoch", ()),
     (Trainer, "make_train_function", ("self", "force")),
     (Trainer, "make_test_function", ("self", "force")),
@@ -294,6 +297,16 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def is_of_function(metric: Any) -> bool:
+    """Returns whether a metric is the mean of a function's values."""
+    return isinstance(metric, keras.metrics.MeanMetricWrapper)
+
+
+def is_of_loss(metric: Any) -> bool:
+    """Returns whether the function of such a metric is a loss."""
+    return isinstance(metric._fn, keras.losses.Loss)
+
+
 def is_fitting() -> bool:
     """Returns whether a `fit` runs in this process."""
     return _running_fits > 0
@@ -335,6 +348,16 @@ def is_shuffled(iterator: Any) -> bool:
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Sets the epoch that a model's running `fit` begins with; None for its argument's."""
     model._initial_epoch = epoch
+
+
+@contextlib.contextmanager
+def without_loss(model: Any) -> Iterator[None]:
+    """Takes away the loss of `compile` for a while."""
+    loss, model._compile_loss = model._compile_loss, None
+    try:
+        yield
+    finally:
+        model._compile_loss = loss
 
 
 def symbolic_build(model: Any, spec: Any) -> None:

@@ -86,6 +86,44 @@ class LossesTest(TrainingTestCase):
         self.assert_same_training(expected, model, 5e-6)
         self.assertAllClose(losses, own, 5e-6, 5e-6)
 
+    @parameterized.parameters(1, 2)
+    def test_losses_of_each_example(self, outputs):
+        """A loss that Keras neither sums nor averages, before its gradient is taken."""
+
+        def trained(count: int) -> tuple[keras.Model, list[list[float]]]:
+            loss = keras.losses.MeanSquaredError(reduction=None)
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                x = keras.Input([4])
+                model = keras.Model(x, [keras.layers.Dense(2)(x) for _ in range(outputs)])
+                model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
+            inputs, targets = dense_data(17)
+            history = model.fit(inputs, [targets] * outputs, 8, shuffle=False, verbose=0).history
+            return model, list(history.values())
+
+        (expected, losses), (model, own) = map(trained, (1, 3))
+        self.assert_same_training(expected, model, 5e-6)
+        self.assertAllClose(losses, own, 5e-6, 5e-6)
+
+    @parameterized.parameters(False, True)
+    def test_metrics_of_one_number(self, run_eagerly):
+        """Functions that return a mean: one of the user's, and a loss."""
+
+        def error(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+            return keras.ops.mean(keras.ops.abs(targets - outputs))
+
+        def trained(count: int) -> dict[str, list[float]]:
+            with strategy_of(count).scope():
+                model = model_of(dense_layers, "sgd")
+                metrics = [error, keras.losses.MeanSquaredError(name="squares")]
+                model.compile("sgd", "mse", metrics=metrics, run_eagerly=run_eagerly)
+            # The last batch has one example.
+            options = {"validation_data": dense_data(13), "shuffle": False, "verbose": 0}
+            return model.fit(*dense_data(17), 8, **options).history
+
+        expected, own = map(trained, (1, 3))
+        self.assertAllClose(expected, own, 5e-6, 5e-6)
+
     def test_own_train_step(self):
         class Own(keras.Sequential):
             def train_step(self, data: Any) -> dict[str, Any]:
@@ -102,6 +140,25 @@ class LossesTest(TrainingTestCase):
                 model = Own(dense_layers())
                 model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=count == 1)
             model.fit(*dense_data(17), 10, shuffle=False, verbose=0)
+            return model
+
+        self.assert_same_training(fitted(1), fitted(2))
+
+    def test_own_train_step_makes_the_targets(self):
+        class Decoder(keras.Sequential):
+            def train_step(self, x: Any) -> dict[str, Any]:
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, x[:, :2], self(x, training=True))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return {"loss": loss}
+
+        def fitted(count: int) -> keras.Model:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                model = Decoder(dense_layers())
+                model.compile(keras.optimizers.SGD(0.1), "mse")
+            model.fit(dense_data(17)[0], batch_size=10, shuffle=False, verbose=0)
             return model
 
         self.assert_same_training(fitted(1), fitted(2))

@@ -30,6 +30,8 @@ def scaled(own: Function, value: Any) -> Any:
 def unscaled(own: Function, value: Any) -> Any:
     """Stands for `unscale_loss_for_distribution`: Keras weights the result by the examples."""
     here = step.current_several()
+    if here is not None and value.shape.rank:  # A loss of each example is not scaled.
+        return here.without_stand_in(value)
     # Where Keras does not know their number, it counts each replica's loss once.
     if here is None or here.is_even or here.rows is None or here.reports:
         return own(value)
@@ -73,6 +75,20 @@ def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: 
     kept = tf.reduce_sum(mask)
     ratio = tf.math.divide_no_nan(kept, step.summed(kept) * here.share(dtype))
     return own(sample_weight, mask, dtype, reduction) * ratio
+
+
+def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
+    """Stands for `Mean.update_state`: a metric function's mean counts by this replica's rows."""
+    here = step.current_several()
+    if here is None or sample_weight is not None or not keras_internals.is_of_function(metric):
+        return own(metric, values, sample_weight)
+    if tf.convert_to_tensor(values).shape.rank:  # A value of each example.
+        return own(metric, values)
+    mean = here.keep(tf.cast(values, metric.dtype))
+    share = here.share(mean.dtype)
+    if keras_internals.is_of_loss(metric):  # Its number is this share of the mean already.
+        mean = tf.math.divide_no_nan(mean, share)
+    return own(metric, mean, share)
 
 
 @tf.autograph.experimental.do_not_convert

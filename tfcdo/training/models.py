@@ -67,6 +67,7 @@ def install() -> None:
     extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
     extend(keras_internals.LOSSES, "apply_mask", losses.masked)
     extend(keras_internals.CompileLoss, "call", losses.compiled)
+    extend(keras.metrics.Mean, "update_state", losses.averaged)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
 
@@ -159,7 +160,11 @@ def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch:
     spec = keras_internals.element_spec(iterator)
     if not step.is_ours(model.distribute_strategy) or spec is None:
         return own(model, iterator=iterator)
-    return own(model, data_batch=keras_internals.map_structure(_of_any_batch, spec))
+    batch = keras_internals.map_structure(_of_any_batch, spec)
+    has_targets = keras.utils.unpack_x_y_sample_weight(batch)[1] is not None
+    # A `train_step` of the user's may make the targets of a loss.
+    with contextlib.nullcontext() if has_targets else keras_internals.without_loss(model):
+        return own(model, data_batch=batch)
 
 
 def _of_any_batch(spec: Any) -> Any:
