@@ -10,6 +10,8 @@ import simulated_hosts
 import simulator
 from absl.testing import absltest, parameterized
 
+from tfcdo.cluster import protocol
+
 _SCHEDULES = int(os.environ.get("TFCDO_SCHEDULES", "20000"))
 
 
@@ -92,6 +94,13 @@ class SimulatorTest(parameterized.TestCase):
     def test_a_seed_replays_its_schedule(self):
         first, second = (next(simulator.schedules(82, 1)) for _ in range(2))
         self.assertEqual((first.now, first.events), (second.now, second.events))
+
+    def test_a_failure_counts_if_another_leaves_after_it(self):
+        run = protocol.Supervision(workers=2, grace=10.0, leave=30.0)
+        run.end(protocol.End(0, status=1, at=0.0), 0.0)
+        run.tick(protocol.SETTLE_SECONDS)
+        run.end(protocol.End(1, protocol.RESTART_STATUS, at=5.0), 5.0)
+        self.assertEqual((run.result().status, run.result().blamed), (1, 0))
 
     @parameterized.named_parameters((name, *mutant) for name, mutant in _MUTANTS.items())
     def test_a_broken_rule_is_found(self, old: str, new: str, message: str, first: int = 0):

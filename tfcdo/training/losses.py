@@ -30,7 +30,7 @@ def scaled(own: Function, value: Any) -> Any:
 def unscaled(own: Function, value: Any) -> Any:
     """Stands for `unscale_loss_for_distribution`: Keras weights the result by the examples."""
     here = step.current_several()
-    if here is not None and value.shape.rank:  # A loss of each example is not scaled.
+    if here is not None and tf.convert_to_tensor(value).shape.rank:  # One of each example.
         return here.without_stand_in(value)
     # Where Keras does not know their number, it counts each replica's loss once.
     if here is None or here.is_even or here.rows is None or here.reports:
