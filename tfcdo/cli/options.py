@@ -103,6 +103,8 @@ def new_file(*suffixes: str) -> Parsed:
             raise ValueError(f"there is no folder {str(path.parent)!r}")
         if path.is_dir():
             raise ValueError(f"{value!r} is a folder, not a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"there is no permission to write {value!r}")
         return path
 
     return Parsed("file", check)
