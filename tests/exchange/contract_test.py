@@ -27,6 +27,8 @@ from tfcdo.exchange import (
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.plan.plan import digest
 
+_REHEARSED = {"exchange": BY_NAME["int8"], "shapes": []}
+
 KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
@@ -167,6 +169,17 @@ class BrokenTest(parameterized.TestCase):
         ("dtype must be 'bfloat16' or 'float16'; got 'int8'", Cast, {"dtype": "int8"}),
         ("dtype must be 'int8'; got 'float16'", Blocks, {"dtype": "float16"}),
         ("block must be at least 2; got 1", Blocks, {"block": 1}),
+        (
+            "exchange must be an object .*; got 'int8'",
+            Rehearsal,
+            {**_REHEARSED, "exchange": "int8"},
+        ),
+        ("hosts must be at least 1; got 0", Rehearsal, {**_REHEARSED, "hosts": 0}),
+        (
+            "dtype must be 'float32' or 'float64'; got 'no'",
+            Rehearsal,
+            {**_REHEARSED, "dtype": "no"},
+        ),
     )
     def test_arguments(self, pattern, make, arguments):
         with self.assertRaisesRegex((ValueError, TypeError), pattern):
