@@ -27,7 +27,7 @@ from tfcdo.exchange import (
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.plan.plan import digest
 
-_REHEARSED = {"exchange": BY_NAME["int8"], "shapes": []}
+_REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": []}
 
 KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -68,15 +69,17 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
 
     def test_a_name_is_not_a_topology(self):
         plan = algorithms.make_plan("ring", preset("pcie", 2), 100)
+        machine: Any = "pcie"
+        algorithm: Any = "ring"
         for call in (
-            lambda: algorithms.make_plan("ring", "pcie", 100),
-            lambda: tree_program.lower_bound_seconds("pcie", 100),
-            lambda: simulator.robust_seconds(plan, "pcie"),
+            lambda: algorithms.make_plan("ring", machine, 100),
+            lambda: tree_program.lower_bound_seconds(machine, 100),
+            lambda: simulator.robust_seconds(plan, machine),
         ):
             with self.assertRaisesRegex(TypeError, "topology must be .*preset.*; got 'pcie'"):
                 call()
         with self.assertRaisesRegex(TypeError, "plan must be .*make_plan.*; got 'ring'"):
-            simulator.simulate("ring", preset("pcie", 2))
+            simulator.simulate(algorithm, preset("pcie", 2))
 
 
 class ResizedTest(absltest.TestCase):

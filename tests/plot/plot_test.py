@@ -189,10 +189,12 @@ class SaveTest(parameterized.TestCase):
     def test_wrong_arguments(self):
         machine = preset("pcie", 2)
         schedule = algorithms.make_plan("ring", machine, 10**6)
+        name: Any = "ring"
+        figure: Any = None
         for error, message, call in (
-            (TypeError, "plan must be a Plan.*; got 'ring'", lambda: draw_trees("ring", machine)),
+            (TypeError, "plan must be a Plan.*; got 'ring'", lambda: draw_trees(name, machine)),
             (ValueError, "plan must be for the 3", lambda: draw_trees(schedule, preset("pcie", 3))),
-            (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(None, "a.jpg")),
+            (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(figure, "a.jpg")),
         ):
             with self.assertRaisesRegex(error, message):
                 call()

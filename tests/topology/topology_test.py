@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+from typing import Any
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -16,6 +17,7 @@ from tfcdo.topology.links import Link, Resource, Route, ordered_pairs
 from tfcdo.topology.presets import PRESETS, dgx1, preset
 from tfcdo.topology.topology import Topology
 
+_NO_NUMBER: Any = None
 # NVLinks per pair, as NVIDIA draws them; for V100 see `nvidia_smi_test`.
 DGX1_P100 = "0-1 0-2 0-3 1-2 1-3 2-3   4-5 4-6 4-7 5-6 5-7 6-7   0-4 1-5 2-6 3-7"
 
@@ -133,7 +135,7 @@ class TopologyTest(parameterized.TestCase):
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
         ({"links": (Link(0, 1, 0.0, (1, 0, 1)),)}, r"0→1 must be different; got \(1, 0, 1\)"),
         ({"links": (Link(0, 1, -1e-6, (0,)),)}, "latency of the link 0→1 .* got -1e-06"),
-        ({"links": (Link(0, 1, None, (0,)),)}, "latency of the link 0→1 .* number; got None"),
+        ({"links": (Link(0, 1, _NO_NUMBER, (0,)),)}, "latency of the link 0→1 .* number; got None"),
     )
     def test_wrong_arguments_are_named(self, change, message):
         machine = preset("fully_connected", 2)
@@ -142,7 +144,7 @@ class TopologyTest(parameterized.TestCase):
 
     def test_a_bandwidth_is_a_number(self):
         with self.assertRaisesRegex(TypeError, "bandwidth of 'bus' must be a number; got None"):
-            Resource("bus", None)
+            Resource("bus", _NO_NUMBER)
 
     def test_resources_of_one_name_are_one_resource(self):
         bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)

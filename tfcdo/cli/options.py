@@ -188,6 +188,7 @@ def quiet_start() -> Iterator[None]:
 
 def start_tensorflow(count: int | None) -> ChosenDevices:
     """Starts TensorFlow and chooses devices: None for all GPUs, or some virtual CPU devices."""
+    os.environ.pop("TF_CONFIG", None)  # It is about this machine alone.
     with status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 
