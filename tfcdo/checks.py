@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import numbers
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -16,12 +18,18 @@ def check_int(name: str, value: object, at_least: int, at_most: int | None = Non
         raise ValueError(f"{name} must be {accepted}; got {value}")
 
 
-def check_device_list(devices: Any) -> tuple[Any, ...]:
-    """Returns the argument `devices`, an iterable of at least one entry, as a tuple; no string."""
+def check_device_list(devices: Any) -> tuple[str, ...]:
+    """Returns the argument `devices`, a list of at least one name, as a tuple."""
     listed = isinstance(devices, Iterable) and not isinstance(devices, str)
     found = tuple(devices) if listed else ()
     if not found:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
+    for device in found:
+        if not isinstance(device, str):
+            raise ValueError(
+                "each of devices must be a device name such as 'GPU:0', or '' for an unknown one; "
+                f"got {device!r}"
+            )
     return found
 
 
@@ -30,6 +38,24 @@ def check_sizes(num_bytes: object, num_packs: object) -> None:
     check_int("num_bytes", num_bytes, at_least=0)
     if num_packs is not None:
         check_int("num_packs", num_packs, at_least=1)
+
+
+def check_number(name: str, value: object) -> None:
+    """Raises a TypeError unless the argument `name` is a number; a bool is none."""
+    if isinstance(value, bool) or not isinstance(value, numbers.Real):
+        raise TypeError(f"{name} must be a number; got {value!r}")
+
+
+def check_path(name: str, value: object) -> None:
+    """Raises a TypeError unless the argument `name` is a path."""
+    if not isinstance(value, (str, os.PathLike)):
+        raise TypeError(f"{name} must be a path; got {value!r}")
+
+
+def check_type(name: str, value: object, kind: type, maker: str) -> None:
+    """Raises a TypeError unless the argument `name` is of a class that a function makes."""
+    if not isinstance(value, kind):
+        raise TypeError(f"{name} must be a {kind.__name__}, as {maker} returns it; got {value!r}")
 
 
 def check_bool(name: str, value: object) -> None:

@@ -266,6 +266,8 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
         require_nccl: bool = False,
         **common: Unpack[AllReduceOptions],
     ) -> None:
+        _check_names(self, common, AllReduceOptions)
+        num_packs = check_count("num_packs", num_packs)
         super().__init__("nccl", num_packs, require_nccl=require_nccl, **common)
         self._arguments = {
             "num_packs": num_packs,
@@ -301,6 +303,8 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
         num_packs: int = 1,
         **common: Unpack[AllReduceOptions],
     ) -> None:
+        _check_names(self, common, AllReduceOptions)
+        num_packs = check_count("num_packs", num_packs)
         super().__init__("hierarchical_copy", num_packs, **common)
         self._arguments = {"num_packs": num_packs, "topology": self._options.topology}
 
@@ -341,6 +345,7 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         nccl: bool = True,
         **common: Unpack[AllReduceOptions],
     ) -> None:
+        _check_names(self, common, AllReduceOptions)
         super().__init__("auto", **common)
         checks.check_bool("nccl", nccl)
         if not nccl:
@@ -361,12 +366,17 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         return {**super().compared_among_hosts, "cross_device_ops.plan": content}
 
 
+def _check_names(owner: object, given: Mapping[str, Any], accepted: type[CommonOptions]) -> None:
+    """Raises a TypeError for a keyword argument that a class does not accept."""
+    for name in given.keys() - accepted.__annotations__.keys():
+        raise TypeError(f"{type(owner).__name__}() got an unexpected keyword argument {name!r}")
+
+
 def _check_common(
     owner: object, given: Mapping[str, Any], accepted: type[CommonOptions]
 ) -> dict[str, Any]:
     """Checks the keyword arguments that several classes accept; returns fields of `Options`."""
-    for name in given.keys() - accepted.__annotations__.keys():
-        raise TypeError(f"{type(owner).__name__}() got an unexpected keyword argument {name!r}")
+    _check_names(owner, given, accepted)
     for name in ("sparse_as_dense", "sum_equal_rows", "error_feedback"):
         checks.check_bool(name, given.get(name, False))
     wire, feedback = _wire_dtype(given.get("wire_dtype")), given.get("error_feedback", False)

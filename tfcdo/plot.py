@@ -6,6 +6,7 @@ import collections
 import io
 import itertools
 import math
+import os
 import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
@@ -17,9 +18,11 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from PIL import Image
 
+from tfcdo import checks
 from tfcdo.log import format_bytes
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan
+from tfcdo.plan.simulator import check_plan
 from tfcdo.topology.topology import Topology
 
 __all__ = ["draw_trees", "save_figure"]
@@ -53,6 +56,10 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     Returns:
       The figure; `tfcdo.plot.save_figure` writes it to a file.
 
+    Raises:
+      TypeError: if an argument is of another type.
+      ValueError: if the plan and the topology differ in the number of devices.
+
     Example:
       >>> from tfcdo.topology import preset
       >>> from tfcdo.plan import algorithms
@@ -61,6 +68,7 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
       >>> len(figure.subfigs)
       2
     """
+    check_plan(plan, topology)
     groups: dict[CopyTree, list[int]] = {}
     for index, tree in enumerate(plan.trees):
         groups.setdefault(tree, []).append(index)
@@ -86,8 +94,12 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     return figure
 
 
-def save_figure(figure: Figure, path: pathlib.Path) -> None:
+def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a figure to a file, .svg or .png; the same plan gives the same file."""
+    checks.check_path("path", path)
+    path = pathlib.Path(path)
+    if path.suffix not in (".svg", ".png"):
+        raise ValueError(f"path must end in .svg or .png; got {str(path)!r}")
     _fix_layout(figure)
     if path.suffix == ".svg":
         for artist in figure.findobj():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import collections
 import contextlib
-import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -24,7 +23,7 @@ from tfcdo.exchange.casts import check_exchange
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
-from tfcdo.execute.request import check_cross_device_ops
+from tfcdo.execute.request import check_cross_device_ops, check_device
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
@@ -57,6 +56,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
 
     Raises:
       TypeError: if an argument is of another type, or `cross_device_ops` cannot shard.
+      ValueError: if one of `devices` is not a device's name, or TF_CONFIG cannot be read.
 
     Example:
       >>> strategy = MirroredStrategy(["/cpu:0"])
@@ -75,9 +75,19 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         # An empty list means None: scripts pass tf.config.list_logical_devices("GPU").
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
+        devices = None if devices is None else list(devices)
+        for device in devices or ():
+            check_device("each of devices", getattr(device, "name", device))
         check_cross_device_ops(cross_device_ops)
         checks.check_bool("shard_optimizer_state", shard_optimizer_state)
         checks.check_bool("synchronize_batch_norm", synchronize_batch_norm)
+        hosts = config.num_training_hosts()  # Its errors say more than TensorFlow's.
+        if hosts > 1 and session.current() is None:
+            log.warn_once(
+                f"MirroredStrategy trains on this host alone, and TF_CONFIG names {hosts} hosts, "
+                "each of which then trains a model of its own: use "
+                "tfcdo.MultiWorkerMirroredStrategy() to train one model on all of them"
+            )
         # TensorFlow's own __init__ would make its own extended class.
         extended = _MirroredExtended(self, devices, cross_device_ops)
         tf.distribute.Strategy.__init__(self, extended)
@@ -154,7 +164,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
         _check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
-        if not inspect.isroutine(exchange):  # A function is asked for each variable.
+        is_function = callable(exchange) and not isinstance(exchange, (type, Exchange))
+        if not is_function:  # A function is asked for each variable.
             exchange = SUM if exchange is None else check_exchange("exchange", exchange)
         if outer is not None and not isinstance(outer, DiLoCo):
             raise TypeError(f"outer must be a tfcdo.exchange.DiLoCo or None; got {outer!r}")

@@ -95,6 +95,11 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         self.assertEqual(status, 0, output)
         self.assertEqual([call.args[0].name for call in run.call_args_list], [*models[:2]])
 
+    def test_is_of_this_machine_alone(self):
+        with mock.patch.dict(os.environ, TF_CONFIG="{"):
+            result = _bench("-b", "8", "-e", "8", "-g", "2", "--ops", "tf.ReductionToOneDevice()")
+        self.assertEqual(result.status, 0, result.errors)
+
     def test_a_wrong_result(self):
         with mock.patch.object(tfcdo, "wrong", forgets_the_last_device, create=True):
             # Only tfcdo's errors fail, and one of them is enough.

@@ -50,6 +50,7 @@ class CommandTest(cli_testing.CommandTestCase):
         (("plan",), "--topology names the machine: dgx1, dgx1_p100, "),
         (("doctor", "--devices", "many"), "--devices"),
         (("trace", "--seconds", "inf"), "--seconds"),
+        (("plan", "-t", "pcie", "-b"), "requires an argument; see tfcdo plan --help"),
     )
     def test_a_wrong_argument_gets_one_line(self, arguments: tuple[str, ...], named: str):
         self.assert_refused(re.escape(named), *arguments)
@@ -144,6 +145,15 @@ class OptionsTest(parameterized.TestCase):
         self.assertEqual(several, {"-b", "-g"})
         self.assertEqual(meanings["-b"], {"--bytes", "--minbytes"})
         self.assertEqual(meanings["-g"], {"--devices", "--devices-per-worker"})
+
+
+class NewFileTest(absltest.TestCase):
+    def test_a_file_that_cannot_be_written(self):
+        with (
+            mock.patch.object(os, "access", return_value=False),
+            self.assertRaisesRegex(click.UsageError, "no permission to write 'out.json'"),
+        ):
+            options.new_file(".json").convert("out.json", None, None)
 
 
 class QuietStartTest(absltest.TestCase):

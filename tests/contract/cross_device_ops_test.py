@@ -91,6 +91,14 @@ class ConstructorTest(parameterized.TestCase):
             calls.append(("require_nccl must .*which does not use NCCL", make, arguments))
         for value in ("nonsense", "", 3, ["/cpu:0"]):
             calls.append(("reduce_to_device", one_device, {"reduce_to_device": value}))
+        for cls, name in (
+            (tfcdo.AutoAllReduce, "num_packs"),
+            (tfcdo.NcclAllReduce, "agg_small_grads_max_bytes"),
+            (tfcdo.HierarchicalCopyAllReduce, "agg_small_grads_max_group"),
+        ):
+            calls.append((f"{cls.__name__}.* unexpected .* '{name}'", cls, {name: 1}))
+        for cls in (tfcdo.NcclAllReduce, tfcdo.HierarchicalCopyAllReduce):
+            calls.append(("num_packs must be an int; got None", cls, {"num_packs": None}))
         calls.append(("nccl must be True or False; got 'no'", tfcdo.AutoAllReduce, {"nccl": "no"}))
         for value in (3, "add_n"):
             calls.append(("accumulation_fn", one_device, {"accumulation_fn": value}))

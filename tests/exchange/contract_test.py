@@ -26,6 +26,8 @@ from tfcdo.exchange import (
 )
 from tfcdo.exchange.casts import BY_NAME
 
+_REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": []}
+
 KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
@@ -68,7 +70,8 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     def test_within_the_bound_alike_on_all_hosts_and_nothing_is_lost(self, name, cluster):
         hosts, dtype = cluster
         case, rehearsal = self.rehearse(name, *cluster)
-        np.testing.assert_equal(*rehearsal.states[:2])  # Hosts begin alike.
+        first, second = rehearsal.states[:2]
+        np.testing.assert_equal(first, second)  # Hosts begin alike.
         steps = [_values(case.exchange, hosts, step, dtype) for step in range(STEPS)]
         results = [rehearsal.step(values) for values in steps]
         errors = [np.max(np.abs(a - b)) for a, b in zip(results[0], _exact(steps[0]), strict=True)]
@@ -158,6 +161,17 @@ class BrokenTest(parameterized.TestCase):
         ("every must be at least 1; got 0", DiLoCo, {"every": 0}),
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
+        (
+            "exchange must be an object .*; got 'int8'",
+            Rehearsal,
+            {**_REHEARSED, "exchange": "int8"},
+        ),
+        ("hosts must be at least 1; got 0", Rehearsal, {**_REHEARSED, "hosts": 0}),
+        (
+            "dtype must be 'float32' or 'float64'; got 'no'",
+            Rehearsal,
+            {**_REHEARSED, "dtype": "no"},
+        ),
     )
     def test_arguments(self, pattern, make, arguments):
         with self.assertRaisesRegex((ValueError, TypeError), pattern):

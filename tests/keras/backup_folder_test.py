@@ -191,11 +191,15 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         ((np.zeros(2), np.zeros(3)), 1, ValueError, r"arrays of the same length; got \[2, 3\]"),
         (np.zeros([0, 2]), 1, ValueError, "at least one example; got none"),
         (5, 1, TypeError, "data must be arrays, .* got 5"),
+        ((np.zeros(2), None), 1, TypeError, "data must be dense arrays of examples; got "),
+        ((1, 2), 1, TypeError, r"data must be dense arrays of examples; got \(1, 2\)"),
         (np.zeros(2), 0, ValueError, "batch_size must be at least 1"),
+        (np.zeros(2), 1, TypeError, "shuffle must be True or False; got 'no'", "shuffle", "no"),
+        (np.zeros(2), 1, ValueError, "seed must be from 0 to 9223372036854775807", "seed", 2**63),
     )
-    def test_bad_input(self, data, batch_size, error, message):
+    def test_bad_input(self, data, batch_size, error, message, name="seed", value=0):
         with self.assertRaisesRegex(error, message):
-            tfcdo.keras.resumable_dataset(data, batch_size)
+            tfcdo.keras.resumable_dataset(data, batch_size, **{name: value})
 
     def fit(self, x: Any, y: Any = None) -> None:
         folder = self.enter_context(tempfile.TemporaryDirectory())

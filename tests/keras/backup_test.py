@@ -270,7 +270,9 @@ class BadInputTest(BackupTestCase):
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
         ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
         ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
+        ({"backup_dir": None}, TypeError, "backup_dir must be a path; got None"),
         ({"save_freq": 1.5}, TypeError, "save_freq must be an int"),
+        ({"delete_checkpoint": "no"}, TypeError, "delete_checkpoint must be True or False; got"),
     )
     def test_arguments(self, arguments: dict[str, Any], error: type, message: str):
         with self.assertRaisesRegex(error, message):

@@ -257,6 +257,27 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
         for rows in strategy.experimental_local_results(step(parts)):
             self.assertAllEqual(rows, tf.ones([6, 1]))
 
+    @parameterized.parameters(True, False)
+    def test_a_tensor_that_all_replicas_share(self, eager):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        shared = tf.ones([2, 1])
+
+        def step() -> Any:
+            return strategy.run(rows_and_gradient, (tf.identity, shared))
+
+        rows, gradients = (step if eager else tf.function(step))()
+        of_each = tf.reshape(2 * WEIGHTS[:4], [2, 2, 1])  # Each of the replicas has this loss.
+        for own, gradient, expected in zip(
+            *map(strategy.experimental_local_results, (rows, gradients)), of_each, strict=True
+        ):
+            self.assertAllEqual(own, tf.ones([4, 1]))
+            self.assertAllEqual(gradient, expected)
+
+    def test_a_number_has_no_rows(self):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        with self.assertRaisesRegex(ValueError, r"values must have rows.*; got a scalar, .*3"):
+            strategy.run(lambda: tfcdo.keras.global_batch(tf.constant(3.0)))
+
     def test_graph_ends_with_its_function(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
         with strategy.scope():

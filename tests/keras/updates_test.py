@@ -257,6 +257,24 @@ class OwnLoopTest(TrainingTestCase):
         with self.assertRaisesRegex(ValueError, f"{named}.* must be made in the scope of"):
             tf.function(lambda: strategy.run(lambda: optimizer.apply(gradients, variables)))()
 
+    @parameterized.parameters(
+        (True, "adam", "the variable 'sequential"),
+        (False, "adam", "the optimizer 'adam"),
+        (False, "scaled", "the optimizer 'adam"),
+    )
+    def test_fit_with_slots_that_are_made_outside_of_the_scope(self, is_model, kind, named):
+        strategy, outside = strategy_of(2), tf.distribute.get_strategy()
+        with (outside if is_model else strategy).scope():
+            model = keras.Sequential(dense_layers())
+        with (strategy if is_model else outside).scope():
+            optimizer = ko.Adam()
+        with strategy.scope():
+            model.compile(
+                ko.LossScaleOptimizer(optimizer) if kind == "scaled" else optimizer, "mse"
+            )
+        with strategy.scope(), self.assertRaisesRegex(ValueError, f"{named}.* must be made in the"):
+            model.fit(*dense_data(), verbose=0)
+
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])

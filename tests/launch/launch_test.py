@@ -180,6 +180,8 @@ class ArgumentsTest(LaunchTestCase):
         ("--workers 2 --nnodes 2 train.py", "number of --hosts, 1; got 2"),
         ("--workers 2", "SCRIPT"),
         ("--workers 1 missing.py", "'missing.py': there is no such script"),
+        ("--workers 1 ''", "'': there is no such script"),
+        ("train.py --workers 1", "give before SCRIPT either --workers N"),
         ("--workers 2 --index 0 train.py", "--index needs --hosts"),
         ("--workers 2 --devices-per-worker 0 train.py", "--devices-per-worker"),
         ("--workers 2 train.py", "with 1 GPU each need 2 GPUs"),

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from typing import Any
 from unittest import mock
 
 import hypothesis
@@ -11,7 +12,7 @@ from drawn_machines import draw_machine
 from hypothesis import strategies as st
 
 from tfcdo import log
-from tfcdo.plan import algorithms, simulator
+from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.plan.copy_tree import binomial, chain, star, two_level
 from tfcdo.plan.plan import in_turn, plan_of_bytes, size_class
 from tfcdo.topology.presets import PRESETS, preset
@@ -65,6 +66,20 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         algorithms.make_plan("ring", topology, 10**8, 1)  # To a cache the same as 1e8 and True.
         with self.assertRaisesRegex(error, message):
             algorithms.make_plan(algorithm, topology, num_bytes, num_packs)
+
+    def test_a_name_is_not_a_topology(self):
+        plan = algorithms.make_plan("ring", preset("pcie", 2), 100)
+        machine: Any = "pcie"
+        algorithm: Any = "ring"
+        for call in (
+            lambda: algorithms.make_plan("ring", machine, 100),
+            lambda: tree_program.lower_bound_seconds(machine, 100),
+            lambda: simulator.robust_seconds(plan, machine),
+        ):
+            with self.assertRaisesRegex(TypeError, "topology must be .*preset.*; got 'pcie'"):
+                call()
+        with self.assertRaisesRegex(TypeError, "plan must be .*make_plan.*; got 'ring'"):
+            simulator.simulate(algorithm, preset("pcie", 2))
 
 
 class ResizedTest(absltest.TestCase):

@@ -136,10 +136,11 @@ class TimelineTest(plan_testing.PlanTestCase):
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
         ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
+        ({"jitter": "0.1", "seed": 1}, 8, "jitter must be a number; got '0.1'"),
     )
     def test_nonsense(self, options, devices, message):
         schedule = algorithms.make_plan("ring", DGX1, MB)
-        with self.assertRaisesRegex(ValueError, message):
+        with self.assertRaisesRegex((ValueError, TypeError), message):
             simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
 
 

@@ -175,8 +175,8 @@ class SaveTest(parameterized.TestCase):
         schedule = algorithms.make_plan("ring", machine, 10**6)
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), f"a.{kind}")
         contents = []
-        for _ in range(2):
-            save_figure(draw_trees(schedule, machine, odd), path)
+        for given in (path, str(path)):
+            save_figure(draw_trees(schedule, machine, odd), given)
             contents.append(path.read_bytes())
         self.assertEqual(*contents)
         self.assertStartsWith(contents[0], b"\x89PNG\r\n" if kind == "png" else b"<?xml")
@@ -185,6 +185,19 @@ class SaveTest(parameterized.TestCase):
             pixels = image.imread(path)
             self.assertGreater(pixels.shape[1], 800)
             self.assertGreater(len({tuple(pixel) for row in pixels[::9] for pixel in row}), 20)
+
+    def test_wrong_arguments(self):
+        machine = preset("pcie", 2)
+        schedule = algorithms.make_plan("ring", machine, 10**6)
+        name: Any = "ring"
+        figure: Any = None
+        for error, message, call in (
+            (TypeError, "plan must be a Plan.*; got 'ring'", lambda: draw_trees(name, machine)),
+            (ValueError, "plan must be for the 3", lambda: draw_trees(schedule, preset("pcie", 3))),
+            (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(figure, "a.jpg")),
+        ):
+            with self.assertRaisesRegex(error, message):
+                call()
 
     def test_a_long_title_is_not_clipped(self):
         title = "auto: packed_trees on measured 3 CPU devices of " + "x " * 60

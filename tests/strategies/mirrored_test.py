@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import functools
+import json
 import os
 from typing import Any
 from unittest import mock
@@ -257,6 +258,8 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _Unfrozen()}),
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
         ("devices must be a list of device names or None; got 2", {"devices": 2}),
+        ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
+        ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
         (
             "must be an object such as .*AutoAllReduce'>",
@@ -318,12 +321,34 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         return strategies._settings(made, ops, exchange or tfcdo.exchange.Sum())
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
-        for call in (tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):
+        for call in (
+            tfcdo.MirroredStrategy,
+            tfcdo.MultiWorkerMirroredStrategy,
+            tfcdo.is_chief,
+        ):
             with (
                 mock.patch.dict(os.environ, {"TF_CONFIG": "{'cluster'"}),
                 self.assertRaisesRegex(ValueError, "TF_CONFIG must be JSON with 'cluster'"),
             ):
                 call()
+
+    @parameterized.parameters("", " ")
+    def test_an_empty_tf_config_is_none(self, empty):
+        one, several = tfcdo.MirroredStrategy, tfcdo.MultiWorkerMirroredStrategy
+        for make, options in ((one, {"devices": ["CPU:0"]}), (several, {"devices_per_worker": 1})):
+            with mock.patch.dict(os.environ, TF_CONFIG=empty):
+                self.assertEqual(make(**options).num_replicas_in_sync, 1)
+
+    def test_one_host_of_several_is_told_that_it_trains_alone(self):
+        cluster = {"worker": ["a:1", "b:1"], "evaluator": ["e:1"]}
+        for job, expected in (("worker", 1), ("evaluator", 0)):
+            text = json.dumps({"cluster": cluster, "task": {"type": job, "index": 0}})
+            with (
+                mock.patch.dict(os.environ, TF_CONFIG=text),
+                mock.patch.object(log, "warn_once") as warn,
+            ):
+                tfcdo.MirroredStrategy(["CPU:0"])
+            self.assertEqual(warn.call_count, expected)
 
     def test_too_late(self):
         tf.config.list_logical_devices()

@@ -91,6 +91,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         (["TPU:0"], "different CPUs or GPUs"),
         (["/job:w/task:0/device:CPU:0", "/job:w/task:1/device:CPU:0"], "of this host"),
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
+        ([3], "a device name such as .* got 3"),
     )
     def test_other_devices_are_refused(self, devices, message):
         with self.assertRaisesRegex(ValueError, f"devices must be .*{message}"):

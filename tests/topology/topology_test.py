@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import math
 import pickle
+from typing import Any
 
 import hypothesis
 from absl.testing import absltest, parameterized
@@ -16,6 +17,7 @@ from tfcdo.topology.links import Link, Resource, Route, ordered_pairs
 from tfcdo.topology.presets import PRESETS, dgx1, preset
 from tfcdo.topology.topology import Topology
 
+_NO_NUMBER: Any = None
 # NVLinks per pair, as NVIDIA draws them; for V100 see `nvidia_smi_test`.
 DGX1_P100 = "0-1 0-2 0-3 1-2 1-3 2-3   4-5 4-6 4-7 5-6 5-7 6-7   0-4 1-5 2-6 3-7"
 
@@ -50,8 +52,9 @@ class PresetsTest(parameterized.TestCase):
         self.assertEqual(gigabytes(preset("pcie", 5), 4, 0), 10)
 
     @parameterized.parameters(
-        ("dgx2", None, "'dgx2'; known are dgx1, dgx1_p100, nvswitch, pcie, shared_memory"),
+        ("dgx2", None, "name must be one of dgx1, .*; got 'dgx2'"),
         ("dgx1", 9, "at most 8; got 9"),
+        (["pcie"], None, r"name must be one of .*; got \['pcie'\]"),
         ("pcie", 0, "num_devices"),
         ("pcie", True, "num_devices must be an int; got True"),
         ("pcie", 1.0, "num_devices must be an int; got 1.0"),
@@ -126,16 +129,22 @@ class TopologyTest(parameterized.TestCase):
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
         ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
+        ({"addition_bandwidth": "1G"}, "addition_bandwidth must be a number; got '1G'"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
         ({"links": (Link(0, 1, 0.0, (1, 0, 1)),)}, r"0→1 must be different; got \(1, 0, 1\)"),
         ({"links": (Link(0, 1, -1e-6, (0,)),)}, "latency of the link 0→1 .* got -1e-06"),
+        ({"links": (Link(0, 1, _NO_NUMBER, (0,)),)}, "latency of the link 0→1 .* number; got None"),
     )
     def test_wrong_arguments_are_named(self, change, message):
         machine = preset("fully_connected", 2)
         with self.assertRaisesRegex((ValueError, TypeError), message):
             dataclasses.replace(machine, **change)
+
+    def test_a_bandwidth_is_a_number(self):
+        with self.assertRaisesRegex(TypeError, "bandwidth of 'bus' must be a number; got None"):
+            Resource("bus", _NO_NUMBER)
 
     def test_resources_of_one_name_are_one_resource(self):
         bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)

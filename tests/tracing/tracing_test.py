@@ -158,6 +158,7 @@ class ArgumentsTest(parameterized.TestCase):
         self.assertStartsWith(str(traced.summary), "no all-reduce of tfcdo ran in a graph")
 
     @parameterized.parameters(
+        ({"path": None}, TypeError, "path must be a path; got None"),
         ({"path": "out.txt"}, ValueError, "path must end in .json; got 'out.txt'"),
         ({"path": "no-such-folder/out.json"}, FileNotFoundError, "path must be in a folder"),
         ({"path": "out.json", "topology": "dgx1"}, TypeError, "topology must be"),

@@ -56,9 +56,11 @@ def run(arguments: Sequence[str]) -> int:
         status = tfcdo.main(list(arguments), prog_name="tfcdo", standalone_mode=False) or 0
         sys.stdout.flush()
     except click.UsageError as error:
-        assert error.ctx  # click sets it where a command raises the error.
+        # click does not tell the command of an option whose value is missing.
+        names = [name for name in arguments[:1] if error.ctx is None and name in COMMANDS]
+        command = error.ctx.command_path if error.ctx else " ".join(["tfcdo", *names])
         message = error.format_message().rstrip(".?")
-        return _complain(f"{message}; see {error.ctx.command_path} --help", error.exit_code)
+        return _complain(f"{message}; see {command} --help", error.exit_code)
     except click.ClickException as error:
         return _complain(error.format_message(), error.exit_code)
     except click.Abort:

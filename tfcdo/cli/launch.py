@@ -176,7 +176,7 @@ def launch(
     """
     place = _place(workers, hosts, index, nnodes, slurm)
     gpus = _gpus(gpus_per_worker, place.here if place else workers or 1)
-    if not module and not pathlib.Path(script).exists():
+    if not module and not (script and pathlib.Path(script).exists()):
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "2")
@@ -204,8 +204,9 @@ def _place(
         (slurm and (workers or several), "give either --slurm, or --workers or --hosts"),
         (
             not (slurm or workers or hosts),
-            "give either --workers N, to start all workers on this machine, --hosts A:PORT,B:PORT "
-            "--index I, to start machine I's workers of several machines, or --slurm",
+            "give before SCRIPT either --workers N, to start all workers on this machine, "
+            "--hosts A:PORT,B:PORT --index I, to start machine I's workers of several machines, or "
+            "--slurm",
         ),
         (
             nnodes not in (None, count),

@@ -103,6 +103,8 @@ def new_file(*suffixes: str) -> Parsed:
             raise ValueError(f"there is no folder {str(path.parent)!r}")
         if path.is_dir():
             raise ValueError(f"{value!r} is a folder, not a file")
+        if not os.access(path if path.exists() else path.parent, os.W_OK):
+            raise ValueError(f"there is no permission to write {value!r}")
         return path
 
     return Parsed("file", check)
@@ -183,6 +185,7 @@ def quiet_start() -> Iterator[None]:
 
 def start_tensorflow(count: int | None) -> ChosenDevices:
     """Starts TensorFlow and chooses devices: None for all GPUs, or some virtual CPU devices."""
+    os.environ.pop("TF_CONFIG", None)  # It is about this machine alone.
     with status("Starting TensorFlow ..."), quiet_start():
         import tensorflow as tf
 

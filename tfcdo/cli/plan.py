@@ -154,7 +154,8 @@ def plan(
     if num_hosts:
         hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
-        size += f" across {num_hosts} hosts with {rate} of {exchange or 'network'}"
+        number = f"{num_hosts} host{'s' * (num_hosts > 1)}"
+        size += f" across {number} with {rate} of {exchange or 'network'}"
     try:
         check_num_devices(topology.name, topology.num_devices)
         asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM

@@ -129,17 +129,30 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
 
 def from_tf_config() -> Cluster | None:
     """Returns the hosts that TF_CONFIG names; raises a `ValueError` if it is not as documented."""
+    config = _read_tf_config()
+    return from_spec(config.cluster, config.task.type, config.task.index)
+
+
+def num_training_hosts() -> int:
+    """Returns how many hosts train with this one by TF_CONFIG; raises a `ValueError` as above."""
+    config = _read_tf_config()
+    if config.task.type not in _TRAINING_JOBS:
+        return 1
+    return sum(len(config.cluster.get(job, ())) for job in _TRAINING_JOBS)
+
+
+def _read_tf_config() -> _TfConfig:
     text = os.environ.get("TF_CONFIG", "")
     if not text.strip():
-        return None
+        os.environ.pop("TF_CONFIG", None)  # TensorFlow reads an empty one too, as invalid JSON.
+        return _TfConfig()
     try:
-        config = msgspec.json.decode(text, type=_TfConfig, strict=False)
+        return msgspec.json.decode(text, type=_TfConfig, strict=False)
     except msgspec.DecodeError as error:
         raise ValueError(
             f"TF_CONFIG must be JSON with 'cluster' (lists of 'host:port' by job) and 'task' (a "
             f"'type' and an 'index'); got {text!r}: {error}"
         ) from error
-    return from_spec(config.cluster, config.task.type, config.task.index)
 
 
 def split_address(address: Any) -> tuple[str, int]:

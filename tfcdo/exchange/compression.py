@@ -149,8 +149,7 @@ class TopK(Exchange):
     error_feedback: bool = True
 
     def __post_init__(self) -> None:
-        if isinstance(self.fraction, bool) or not isinstance(self.fraction, (int, float)):
-            raise TypeError(f"fraction must be a number; got {self.fraction!r}")
+        checks.check_number("fraction", self.fraction)
         if not 0 < self.fraction <= 1:
             raise ValueError(f"fraction must be above 0 and at most 1; got {self.fraction!r}")
         checks.check_bool("error_feedback", self.error_feedback)

@@ -12,6 +12,7 @@ from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
 
+from tfcdo import checks
 from tfcdo.exchange import dtypes
 
 _SECONDS = 60.0  # To wait for the other threads; only an exchange that hangs needs them.
@@ -273,6 +274,10 @@ class Rehearsal:
       hosts: the number of hosts.
       dtype: the tensors' dtype, "float32" or "float64".
 
+    Raises:
+      TypeError: if `exchange` is not an exchange, or `hosts` not an int.
+      ValueError: if `hosts` is less than 1, or `dtype` another one.
+
     Attributes:
       states: the state of each host, by name.
       calls: the calls of `Peers` in the last step.
@@ -292,6 +297,14 @@ class Rehearsal:
         hosts: int = 2,
         dtype: str = "float32",
     ) -> None:
+        if isinstance(exchange, type) or not isinstance(exchange, Exchange):
+            raise TypeError(
+                "exchange must be an object such as tfcdo.exchange.Cast('bfloat16'); got "
+                f"{exchange!r}"
+            )
+        checks.check_int("hosts", hosts, at_least=1)
+        if dtype not in dtypes.CAST:
+            raise ValueError(f"dtype must be {' or '.join(map(repr, dtypes.CAST))}; got {dtype!r}")
         self.exchange, self.hosts = exchange, hosts
         self.spec = PackSpec(dtype, tuple(tuple(shape) for shape in shapes))
         self.states = [dict(exchange.state(self.spec, hosts)) for _ in range(hosts)]

@@ -97,8 +97,10 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,
     ) -> None:
         super().__init__()
+        checks.check_path("backup_dir", backup_dir)
         if not os.fspath(backup_dir):
             raise ValueError("backup_dir must be the path of a folder; got ''")
+        checks.check_bool("delete_checkpoint", delete_checkpoint)
         if not isinstance(save_freq, str):
             checks.check_int("save_freq", save_freq, at_least=1)
         elif save_freq != "epoch":

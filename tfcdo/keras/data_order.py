@@ -73,7 +73,8 @@ def resumable_dataset(
       [[0, 3], [1, 2], [0, 3], [2, 1]]
     """
     checks.check_int("batch_size", batch_size, at_least=1)
-    checks.check_int("seed", seed, at_least=0)
+    checks.check_int("seed", seed, at_least=0, at_most=2**63 - 1)
+    checks.check_bool("shuffle", shuffle)
     size, take = _random_access(data)
     with tf.device("/cpu:0"), tf.init_scope():
         first = tf_internals.plain_variable(tf.constant(0, tf.int64))
@@ -182,8 +183,11 @@ def _random_access(data: Any) -> tuple[int, Any]:
     if not is_arrays:
         size = len(data)
     else:
-        data = tf.nest.map_structure(tf.convert_to_tensor, data)
-        lengths = {int(tensor.shape[0]) for tensor in tf.nest.flatten(data)}
+        try:
+            tensors = tf.nest.map_structure(tf.convert_to_tensor, data)
+            lengths = {int(tensor.shape[0]) for tensor in tf.nest.flatten(tensors)}
+        except (ValueError, TypeError, IndexError) as error:
+            raise TypeError(f"data must be dense arrays of examples; got {data!r}") from error
         if len(lengths) != 1:
             raise ValueError(f"data must be arrays of the same length; got {sorted(lengths)}")
         size = lengths.pop()
@@ -191,7 +195,7 @@ def _random_access(data: Any) -> tuple[int, Any]:
         raise ValueError("data must have at least one example; got none")
     if is_arrays:
         return size, lambda indices: tf.nest.map_structure(
-            lambda tensor: tf.gather(tensor, indices), data
+            lambda tensor: tf.gather(tensor, indices), tensors
         )
     example = tf.nest.map_structure(tf.convert_to_tensor, data[0])
     dtypes = [tensor.dtype for tensor in tf.nest.flatten(example)]

@@ -29,7 +29,7 @@ from tfcdo.plan.plan import (
     plan_of_bytes,
     size_class,
 )
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import Topology, check_topology
 
 Algorithm: TypeAlias = "str | Sequence[CopyTree] | Plan"
 
@@ -103,8 +103,8 @@ def make_plan(
     Raises:
       ValueError: if the algorithm is unknown or its trees have another number of devices,
         `num_bytes` is negative or `num_packs` is below 1.
-      TypeError: if `algorithm` is neither a name nor copy trees, or `num_bytes` or `num_packs` is
-        not an int.
+      TypeError: if `algorithm` is neither a name nor copy trees, `topology` not a topology, or
+        `num_bytes` or `num_packs` not an int.
 
     Example:
       >>> from tfcdo import plan
@@ -113,6 +113,7 @@ def make_plan(
       >>> len(ring.packs), ring.packs[3].num_bytes, ring.packs[3].tree.root
       (8, 100, 3)
     """
+    check_topology(topology)
     checks.check_sizes(num_bytes, num_packs)
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Sequence
 
 from tfcdo import checks
@@ -25,7 +26,7 @@ class CopyTree:
     Raises:
       ValueError: if `parents` is not a spanning tree of its devices: no root or several, a parent
         that is not a device, or a cycle.
-      TypeError: if `parents` is not a tuple, and so could not be a key.
+      TypeError: if `parents` is not a tuple of ints and None, and so could not be a key.
 
     Example:
       >>> tree = CopyTree(parents=(None, 0, 1))
@@ -45,11 +46,8 @@ class CopyTree:
                 f"which has {len(roots)}"
             )
         for device, parent in enumerate(self.parents):
-            if parent is not None and not 0 <= parent < len(self.parents):
-                raise ValueError(
-                    f"parents[{device}] must be a device from 0 to {len(self.parents) - 1}; "
-                    f"got {parent}"
-                )
+            if parent is not None:
+                checks.check_int(f"parents[{device}]", parent, 0, len(self.parents) - 1)
         if len(self.top_down) != len(self.parents):
             raise ValueError(f"parents must reach every device from the root; got {self.parents}")
 
@@ -127,11 +125,16 @@ def path(order: Sequence[int], root: int) -> CopyTree:
 
     Raises:
       ValueError: if `order` is not a permutation of the devices or `root` is not in it.
+      TypeError: if `order` is not a list of ints.
 
     Example:
       >>> path((3, 1, 0, 2), root=1).parents
       (1, None, 0, 1)
     """
+    try:
+        order = [operator.index(device) for device in order]
+    except TypeError:
+        raise TypeError(f"order must be a list of devices, which are ints; got {order!r}") from None
     if sorted(order) != list(range(len(order))):
         raise ValueError(f"order must hold each device 0..{len(order) - 1} once; got {order}")
     if root not in order:

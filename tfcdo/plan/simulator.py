@@ -16,7 +16,7 @@ from typing import TypeVar
 
 from tfcdo import checks
 from tfcdo.plan.plan import Plan
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import Topology, check_topology
 
 _T = TypeVar("_T")
 
@@ -103,6 +103,7 @@ def simulate(
     Raises:
       ValueError: if the plan and the topology differ in the number of devices, or a jitter is
         asked for without a seed, or is not from 0 to 1; or a size is not known.
+      TypeError: if an argument is of another type.
 
     References:
       Thakur, Rabenseifner and Gropp, "Optimization of Collective Communication Operations in
@@ -156,7 +157,7 @@ def robust_seconds(
 
     Raises:
       ValueError: if `num_seeds` is below 1 or `jitter` is not from 0 to 1.
-      TypeError: if `num_seeds` is not an int.
+      TypeError: if an argument is of another type.
 
     Example:
       >>> from tfcdo import plan
@@ -223,13 +224,20 @@ class TaskGraph:
         return max((*longest, *busy.values()), default=0.0)
 
 
-def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
-    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down."""
+def check_plan(plan: Plan, topology: Topology) -> None:
+    """Raises an error unless the arguments are a plan and a topology of as many devices."""
+    checks.check_type("plan", plan, Plan, "tfcdo.plan.make_plan")
+    check_topology(topology)
     if len(plan.nodes) != topology.num_devices:
         raise ValueError(
             f"plan must be for the {topology.num_devices} devices of {topology.name!r}; got one "
             f"for {len(plan.nodes)}"
         )
+
+
+def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
+    """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down."""
+    check_plan(plan, topology)
     graph, costs = TaskGraph(), _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
     # Adders and the host's way out are numbered after the topology's resources.
@@ -324,6 +332,7 @@ def run(graph: TaskGraph, jitter: float, seed: int | None) -> tuple[list[float],
 
     A seed draws durations and ties; without one, of equals the task of the earlier pack is first.
     """
+    checks.check_number("jitter", jitter)
     if not 0 <= jitter <= 1:
         raise ValueError(f"jitter must be from 0 to 1; got {jitter}")
     count = len(graph.names)

@@ -25,7 +25,7 @@ import numpy.typing as npt
 
 from tfcdo import checks
 from tfcdo.plan import copy_tree
-from tfcdo.topology.topology import Topology
+from tfcdo.topology.topology import Topology, check_topology
 
 Floats: TypeAlias = npt.NDArray[np.float64]
 # A spanning tree: the numbers of its edges, ascending.
@@ -311,7 +311,7 @@ def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
 
     Raises:
       ValueError: if `num_bytes` is negative.
-      TypeError: if it is not an int.
+      TypeError: if it is not an int, or `topology` not a topology.
 
     References:
       Cai et al., "Synthesizing Optimal Collective Algorithms", PPoPP 2021 (bounds of a DGX-1).
@@ -321,6 +321,7 @@ def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
       >>> f"{1e3 * lower_bound_seconds(preset('dgx1'), 10**8):.3f} ms"
       '1.196 ms'
     """
+    check_topology(topology)
     checks.check_sizes(num_bytes, None)
     return max(_copies_bound(topology, num_bytes), additions_bound(topology, num_bytes))
 

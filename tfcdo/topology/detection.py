@@ -47,14 +47,7 @@ def detect(devices: Sequence[str]) -> Topology:
       >>> detect(["/device:CPU:0", "/device:CPU:1"]).name
       'shared_memory'
     """
-    names = checks.check_device_list(devices)
-    for device in names:
-        if not isinstance(device, str):
-            raise ValueError(
-                "devices must hold device names such as 'GPU:0', or '' for an unknown device; "
-                f"got {device!r}"
-            )
-    return detect_with_reason(names)[0]
+    return detect_with_reason(checks.check_device_list(devices))[0]
 
 
 @functools.lru_cache(maxsize=64)

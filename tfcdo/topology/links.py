@@ -13,6 +13,8 @@ import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
+from tfcdo import checks
+
 # The simulator's reference times use 10 us for every copy: about what an op launch and a
 # peer-to-peer copy of a few bytes take.
 LATENCY = 10e-6
@@ -41,12 +43,14 @@ class Resource:
 
     Raises:
       ValueError: if `bandwidth` is not above 0.
+      TypeError: if `bandwidth` is not a number.
     """
 
     name: str
     bandwidth: float
 
     def __post_init__(self) -> None:
+        checks.check_number(f"bandwidth of {self.name!r}", self.bandwidth)
         if not self.bandwidth > 0:
             raise ValueError(
                 f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
@@ -102,6 +106,7 @@ def check_links(links: Sequence[Link], resources: Sequence[Resource], num_device
     known = set(range(len(resources)))
     for link in links:
         where = f"of the link {link_name(link.source, link.target)}"
+        checks.check_number(f"latency {where}", link.latency)
         if not 0 <= link.latency < math.inf:
             raise ValueError(
                 f"latency {where} must be a number of seconds, at least 0; got {link.latency}"

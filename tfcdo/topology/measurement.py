@@ -70,6 +70,8 @@ def measure(
       ValueError: devices must be different CPUs or GPUs of this host; got ['CPU:0', 'CPU:0']
     """
     names = checks.check_device_list(devices)
+    if path is not None:
+        checks.check_path("path", path)
     name = detection.name_of_measured(names)
     if name is None or len(set(names)) < len(names):
         raise ValueError(f"devices must be different CPUs or GPUs of this host; got {list(names)}")

@@ -93,6 +93,8 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
       >>> preset("nvswitch", 16).num_devices
       16
     """
+    if not isinstance(name, str) or name not in PRESETS:
+        raise ValueError(f"name must be one of {', '.join(PRESETS)}; got {name!r}")
     if num_devices is not None:
         checks.check_int("num_devices", num_devices, at_least=1)
     return _preset(name, num_devices)
@@ -101,8 +103,6 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 # Behind the check, because to the cache True and 1.0 are the same as 1.
 @functools.lru_cache(maxsize=64)
 def _preset(name: str, num_devices: int | None) -> Topology:
-    if name not in PRESETS:
-        raise ValueError(f"unknown topology {name!r}; known are {', '.join(PRESETS)}")
     # Every two devices have a link: more than 512 would be a mistake, and fill the memory.
     most = 8 if name.startswith("dgx1") else 512
     if num_devices is not None and num_devices > most:

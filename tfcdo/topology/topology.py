@@ -96,7 +96,7 @@ class Topology:
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
         resource that does not exist, or a resource twice, or a number is out of range.
-      TypeError: if `num_devices` is not an int.
+      TypeError: if `num_devices` is not an int, or `addition_bandwidth` or a latency not a number.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -114,6 +114,7 @@ class Topology:
 
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
+        checks.check_number("addition_bandwidth", self.addition_bandwidth)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
         for name, count in collections.Counter(one.name for one in self.resources).items():
@@ -362,6 +363,11 @@ class Topology:
         """
         num_devices, routes = read_routes(text)
         return cls.from_routes("nvidia-smi", num_devices, routes)
+
+
+def check_topology(value: Any) -> None:
+    """Raises a TypeError unless the argument `topology` is one."""
+    checks.check_type("topology", value, Topology, "tfcdo.topology.preset")
 
 
 def _unlimited(bandwidth: float | None) -> float:

@@ -16,6 +16,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import checks
 from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.log import format_seconds
 from tfcdo.plan import simulator
@@ -317,7 +318,7 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
 
     Raises:
       ValueError: if the file's name ends otherwise.
-      TypeError: if `topology` is not a topology.
+      TypeError: if `path` is not a path, or `topology` not a topology.
       FileNotFoundError: if the file's folder does not exist.
       tf.errors.AlreadyExistsError: if this process is being profiled already.
 
@@ -329,6 +330,7 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
       >>> traced.summary.num_steps
       0
     """
+    checks.check_path("path", path)
     written = pathlib.Path(path)
     if written.suffix != ".json":
         raise ValueError(f"path must end in .json; got {os.fspath(path)!r}")

@@ -109,6 +109,9 @@ def global_batch(values: Any) -> Any:
     Returns:
       Tensors `[rows of all replicas, ...]` in the same structure.
 
+    Raises:
+      ValueError: if a tensor is a scalar.
+
     Example:
       >>> import keras
       >>> class GlobalDice(keras.losses.Dice):
@@ -124,7 +127,10 @@ def global_batch(values: Any) -> Any:
 
 
 def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
-    value = tf.convert_to_tensor(value)
+    # A tensor of its own for each replica: TensorFlow would take one of all of them once.
+    value = tf.identity(value)
+    if value.shape.rank == 0:
+        raise ValueError(f"values must have rows, tensors [rows, ...]; got a scalar, {value}")
     if here.can_be_empty:  # A stand-in is not sent.
         value = here.without_stand_in(value)
     # While a step is traced, sizes are known on all replicas or on none.

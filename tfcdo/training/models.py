@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step
+from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step, updates
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -100,6 +100,13 @@ def _extended_of(optimizer: Any) -> Any:
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
+    variables = list(variables)
+    values = [keras_internals.value_of(variable) for variable in variables]
+    strategies = [getattr(one, "distribute_strategy", None) for one in values]
+    strategies.append(keras_internals.strategy_of(optimizer))
+    ours = next((one for one in strategies if one is not None and step.is_ours(one)), None)
+    if ours is not None:  # Keras would fail for the slots, and not say why.
+        updates.check_made_here(optimizer, ours, variables)
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
         steps = optimizer.gradient_accumulation_steps

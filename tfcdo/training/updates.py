@@ -29,7 +29,7 @@ def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[A
     if not on_replica or here is None or here.alone:
         return own(optimizer, grads, variables)
     grads = list(grads)
-    _check_made_here(optimizer, strategy, variables)
+    check_made_here(optimizer, strategy, variables)
     if not grads:
         return own(optimizer, grads, variables)
     if here.trace is not None:
@@ -56,7 +56,7 @@ def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[A
     return optimizer.iterations
 
 
-def _check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
+def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
     """Raises a ValueError unless an optimizer and its variables are of the strategy's scope."""
     for leaf in (optimizer, *keras_internals.leaves(optimizer)):
         if keras_internals.strategy_of(leaf) is not strategy:
