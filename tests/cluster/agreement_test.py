@@ -19,6 +19,9 @@ from tfcdo.cluster import config, progress, protocol, session, watch
 TASKS = tuple(config.ClusterTask("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
 
 
+_Unavailable = type("UnavailableError", (Exception,), {})
+
+
 class Store:
     """A key-value store in which a key is written once."""
 
@@ -198,18 +201,26 @@ class AgreementTest(parameterized.TestCase):
             self.assertRegex(str(end), rf"^host 0 \(.*a:1\) {message}")
 
     @parameterized.parameters(
-        (None, "another host's reason"), (type("UnavailableError", (Exception,), {})(), None)
+        (None, "the reason", []),
+        (_Unavailable(), None, []),
+        (_Unavailable(), "the reason", ["tfcdo: the reason"]),
+        (protocol.DisagreementError("the reason"), "the reason", []),
     )
-    def test_a_host_that_ends_because_of_another(self, error, reason):
+    def test_a_host_that_ends_because_of_another(self, error, reason, said):
         store = Store()
         own = make_session(store, 0, 10.0)
         if reason:
             own.fail(reason)
-        with mock.patch.object(store, "get", wraps=store.get) as get:
+        with (
+            mock.patch.object(store, "get", wraps=store.get) as get,
+            mock.patch.object(logging, "error") as log,
+        ):
             own.leave(error)
         # It waits for nobody: the others know, and one of them may never leave.
         self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
         self.assertEqual(reason, own.failure())
+        # TensorFlow's error has no name.
+        self.assertEqual(said, [call.args[0] % call.args[1:] for call in log.call_args_list])
 
     def test_the_chief_does_not_wait_for_ever(self):
         self.enter_context(mock.patch.object(session, "_LAST_SECONDS", 0.3))

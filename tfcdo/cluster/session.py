@@ -177,8 +177,11 @@ class Session:
         deadline = time.monotonic() + _LAST_SECONDS
         try:
             self.store.set(f"left/{self.cluster.index}", "")
+            known = self.failure()
+            if known is not None and error is not None and known not in str(error):
+                logging.error("tfcdo: %s", known)
             # TensorFlow itself tells all hosts of one that is gone.
-            if type(error).__name__ == "UnavailableError" or self.failure() is not None:
+            if known is not None or type(error).__name__ == "UnavailableError":
                 return
             self.fail(reason)
             for host in self.cluster.others if self.cluster.is_chief else ():
