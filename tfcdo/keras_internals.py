@@ -67,9 +67,9 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "unscale_loss_for_distribution", ("value",)),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
-    (keras.metrics.MeanMetricWrapper, "_fn", ()),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
+    (Trainer, "compute_loss", ("self", "x", "y", "y_pred", "sample_weight")),
     (Trainer, "fit", ("self", "x")),
     (keras.Variable, "assign_add", ("self", "value")),
     (Trainer, "train_on_batch", ("self", "x", "return_dict")),
@@ -300,11 +300,6 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
 def is_of_function(metric: Any) -> bool:
     """Returns whether a metric is the mean of a function's values."""
     return isinstance(metric, keras.metrics.MeanMetricWrapper)
-
-
-def is_of_loss(metric: Any) -> bool:
-    """Returns whether the function of such a metric is a loss."""
-    return isinstance(metric._fn, keras.losses.Loss)
 
 
 def is_fitting() -> bool:

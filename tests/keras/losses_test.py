@@ -144,6 +144,38 @@ class LossesTest(TrainingTestCase):
 
         self.assert_same_training(fitted(1), fitted(2))
 
+    @parameterized.product(
+        tracked=(True, False), how=({}, {"run_eagerly": True}, {"jit_compile": True})
+    )
+    def test_own_train_step_reports_its_loss(self, tracked, how):
+        """As Keras's guide has it: in its tracker, in one of its own, weighted, and as a result."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, self(x, training=True))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                for metric in self.metrics:
+                    metric.update_state(loss)
+                self.weighted.update_state(loss, sample_weight=tf.shape(x)[0])
+                return {m.name: m.result() for m in self.metrics if tracked} or {"own": loss}
+
+        def trained(count: int) -> dict[str, list[float]]:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                model = Own(dense_layers())
+                model.tracker = keras.metrics.Mean("tracker")
+                model.weighted = keras.metrics.Mean("weighted")
+                model.compile("sgd", "mse", **how)
+            # A batch of unequal parts, and one with a single example.
+            return model.fit(*dense_data(9), 8, shuffle=False, verbose=0).history
+
+        expected, own = map(trained, (1, 3))
+        self.assertLen(own, 3 if tracked else 1)
+        self.assertAllClose(expected, own, 5e-6, 5e-6)
+
     def test_own_train_step_makes_the_targets(self):
         class Decoder(keras.Sequential):
             def train_step(self, x: Any) -> dict[str, Any]:

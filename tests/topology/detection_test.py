@@ -111,7 +111,7 @@ class DetectTest(parameterized.TestCase):
     @parameterized.parameters(
         ([], "be .* at least one device"),
         ("/cpu:0", "be .* at least one device"),
-        (["/cpu:0", None], "hold .* got None"),
+        (["/cpu:0", None], "be a device name .* got None"),
     )
     def test_no_devices(self, devices: Any, message: str):
         with self.assertRaisesRegex(ValueError, f"devices must {message}"):

@@ -162,10 +162,13 @@ class ReplicaExtended:
         @tf.autograph.experimental.do_not_convert
         def with_examples(*args: Any, **kwargs: Any) -> Any:
             here = step.now.step
-            if is_keras and here is not None and here.can_be_empty:
-                args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
-                return tf.nest.map_structure(here.without_stand_in, fn(*args, **kwargs))
-            return fn(*args, **kwargs)
+            if not is_keras or here is None:
+                return fn(*args, **kwargs)
+            if not here.can_be_empty:
+                return tf.nest.map_structure(here.whole, fn(*args, **kwargs))
+            args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
+            results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
+            return tf.nest.map_structure(here.without_stand_in, results)
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import keras
@@ -29,6 +29,7 @@ class Trace:
     gradients: list[Any] | None = None
     variables: list[Any] | None = None
     ops_before_update: int = 0
+    are_losses: Sequence[bool] = ()  # For each result, whether it is one.
 
     def defer(
         self, own: updates.Call, optimizer: Any, grads: list[Any], variables: list[Any] | None
@@ -109,6 +110,7 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         traces[:] = [trace]
         with running.during(step=dataclasses.replace(here, trace=trace)):
             outputs = step(*args, **kwargs)
+        trace.are_losses = [id(one) in here.losses for one in tf.nest.flatten(outputs)]
         return outputs, trace.gradients
 
     name = _name(step)
@@ -138,6 +140,9 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         + ". Each new shape of a batch is compiled again"
     )
     outputs, gradients = function(*args, **kwargs)
+    for one, is_loss in zip(tf.nest.flatten(outputs), trace.are_losses, strict=True):
+        if is_loss:
+            here.loss(one)
     if trace.own:
         diloco.apply(trace.own, trace.optimizer, gradients, trace.variables)
     return outputs

@@ -58,11 +58,17 @@ def reduced(
         return own(values, sample_weight, reduction)
     values = here.keep(values)
     if values.shape.rank == 0:  # A loss of the whole batch, such as Dice: Keras does not scale it.
-        return values if reduction == "sum" else values * here.share(values.dtype)
+        return here.loss(values if reduction == "sum" else values * here.share(values.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
-        weights = here.keep(tf.cast(sample_weight, values.dtype))
-        return tf.math.divide_no_nan(tf.reduce_sum(values), step.summed(tf.reduce_sum(weights)))
-    return own(values, sample_weight, reduction)
+        total = step.summed(tf.reduce_sum(here.keep(tf.cast(sample_weight, values.dtype))))
+        return here.loss(tf.math.divide_no_nan(tf.reduce_sum(values), total))
+    return here.loss(own(values, sample_weight, reduction))
+
+
+def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `Model.compute_loss`, which adds up losses."""
+    here, total = step.current_several(), own(model, *args, **kwargs)
+    return total if here is None or total is None or total.shape.rank else here.loss(total)
 
 
 def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
@@ -78,17 +84,19 @@ def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: 
 
 
 def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    """Stands for `Mean.update_state`: a metric function's mean counts by this replica's rows."""
+    """Stands for `Mean.update_state`: one number of a batch counts by this replica's rows."""
     here = step.current_several()
-    if here is None or sample_weight is not None or not keras_internals.is_of_function(metric):
+    if here is None:
         return own(metric, values, sample_weight)
-    if tf.convert_to_tensor(values).shape.rank:  # A value of each example.
-        return own(metric, values)
+    is_loss = id(values) in here.losses
+    is_mean = sample_weight is None and keras_internals.is_of_function(metric)
+    if not is_loss and not (is_mean and tf.convert_to_tensor(values).shape.rank == 0):
+        return own(metric, values, sample_weight)
+    share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))
-    share = here.share(mean.dtype)
-    if keras_internals.is_of_loss(metric):  # Its number is this share of the mean already.
+    if is_loss:  # It is multiplied by the share already.
         mean = tf.math.divide_no_nan(mean, share)
-    return own(metric, mean, share)
+    return own(metric, mean, share if sample_weight is None else sample_weight)
 
 
 @tf.autograph.experimental.do_not_convert

@@ -67,6 +67,7 @@ def install() -> None:
     extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
     extend(keras_internals.LOSSES, "apply_mask", losses.masked)
     extend(keras_internals.CompileLoss, "call", losses.compiled)
+    extend(keras.Model, "compute_loss", losses.computed)
     extend(keras.metrics.Mean, "update_state", losses.averaged)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)

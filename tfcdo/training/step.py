@@ -44,6 +44,8 @@ class ReplicaStep:
     # In a sharded update, by the identity of a variable's component, the indices of the rows of
     # each write; None for all rows. See `sharding.py`.
     written: dict[int, list[Any]] | None = None
+    # Losses: this replica's parts of sums over all replicas, by identity.
+    losses: dict[int, Any] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
 
@@ -89,6 +91,15 @@ class ReplicaStep:
             return tf.math.multiply_no_nan(value, tf.cast(has_rows, value.dtype))
 
         return tf.nest.map_structure(kept, values)
+
+    def loss(self, value: Any) -> Any:
+        """Returns a loss, a number that from now on is known as this replica's part of a sum."""
+        self.losses[id(value)] = value
+        return value
+
+    def whole(self, value: Any) -> Any:
+        """Returns a result whose mean over the replicas Keras takes: for a loss, the sum."""
+        return value * self.replicas if id(value) in self.losses else value
 
     @property
     def present_rows(self) -> Any:
