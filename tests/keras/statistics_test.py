@@ -104,6 +104,61 @@ class WireTest(TrainingTestCase):
             self.assertAllClose(expected[at], actual[at], **options)
 
 
+class LargestValue(keras.layers.Layer):
+    """Keeps in one row the largest input, in another a count of steps."""
+
+    def build(self, shape):
+        del shape
+        self.rows = self.add_weight(shape=(3, 2), initializer="zeros", trainable=False)
+
+    def call(self, inputs):
+        largest = tf.reduce_max(inputs, 0, keepdims=True)
+        self.rows.value.scatter_max(tf.IndexedSlices(largest, tf.constant([2])))
+        self.rows.value.scatter_add(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])))
+        return inputs
+
+
+class ScatterTest(TrainingTestCase):
+    @parameterized.parameters("add", "div", "max", "min", "mul", "sub", "update")
+    def test_changes_rows_on_all_replicas_or_on_one(self, method):
+        def changed(variable, delta):
+            getattr(variable, f"scatter_{method}")(tf.IndexedSlices([delta], tf.constant([1])))
+
+        expected = tf.Variable([1.0, 2.0, 3.0])
+        changed(expected, 4.0)
+        strategy = strategy_of(3)
+        with strategy.scope():
+            variable = tf.Variable([1.0, 2.0, 3.0], trainable=False, dtype=tf.float32)
+        tf.function(lambda: changed(variable, 4.0))()
+        self.assertAllEqual([expected] * 3, variable.values)
+
+        def step():
+            replica = tf.distribute.get_replica_context().replica_id_in_sync_group
+            changed(variable, tf.cast(replica + 1, tf.float32))
+
+        tf.function(lambda: strategy.run(step))()
+        for replica, component in enumerate(variable.values):
+            one = tf.Variable(expected)
+            changed(one, replica + 1.0)
+            self.assertAllEqual(one, component)
+
+    def test_a_replica_without_examples_changes_nothing(self):
+        with strategy_of(3).scope():
+            layer = LargestValue()
+            layers = [keras.layers.Input((2,)), layer, keras.layers.Dense(1)]
+            model = model_of(lambda: layers, "sgd")
+        inputs, targets = -np.ones([5, 2], np.float32), np.ones([5, 1])
+        inputs[[0, 3]] = [[1, 2], [5, 1]]
+        model.fit(inputs, targets, 3, verbose=0, shuffle=False)  # The last batch has two examples.
+        path = pathlib.Path(self.get_temp_dir()) / "exported"
+        rows = [np.array([[2, 2], [0, 0], largest]) for largest in ([5, 2], [0, 0])]
+        # The third replica takes the mean of the others.
+        self.assertAllEqual([*rows, np.mean(rows, 0)], layer.rows.value.values)
+        model.export(path, verbose=False)
+        loaded = tf.saved_model.load(path)
+        self.assertAllClose(model.predict(inputs[:2], verbose=0), loaded.serve(inputs[:2]))
+
+
 class CreationTest(tf.test.TestCase):
     def test_other_variables_stay_as_they_are(self):
         for changes in (

@@ -384,6 +384,17 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual([[0.5, 1.0]] * 2, rows.values)
             self.assertAllEqual(3.0, variable)
 
+    def test_reduces_along_an_axis_where_a_replica_has_no_rows(self):
+        """As a mask may select none of a replica's."""
+        strategy = tfcdo.MirroredStrategy(tu.device_names(3))
+        rows = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.ones([context.replica_id_in_sync_group, 2])
+        )
+        for mode in (lambda reduce: reduce, tf.function):
+            for reduce_op, expected in (("SUM", [3.0, 3.0]), ("MEAN", [1.0, 1.0])):
+                reduced = mode(lambda rows, to=reduce_op: strategy.reduce(to, rows, axis=0))(rows)
+                self.assertAllEqual(expected, reduced)
+
     def test_more_devices_than_there_are(self):
         # Another test file of this process may have asked for more devices than this one.
         too_many = len(tf.config.list_logical_devices("CPU")) + 1

@@ -40,7 +40,11 @@ class ReducesStructures:
             # Keras 3 reduces scalars along axis 0, where they have none.
             return own(reduce_op, one, axis=None if _is_scalar(one) else axis)
 
-        return tf.nest.map_structure(reduced, value)
+        # TensorFlow runs a function to reduce along an axis. It is not a step, whose replicas all
+        # need examples.
+        here = step.now.steps or self.extended._steps((), {}, False)
+        with step.during(steps=here):
+            return tf.nest.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Concatenates a value, or each of a structure of values over the replicas, in one go."""

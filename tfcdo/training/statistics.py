@@ -8,6 +8,7 @@ variable's value is the mean. tf.keras asked for that, and Keras 3 does not.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
@@ -44,13 +45,43 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
 
     def _or(self, value: Any, instead: Callable[[], tf.Tensor]) -> Any:
         """Returns a value, or one that changes nothing where a step has no examples here."""
+        has_rows = self._notes_write()
+        return (
+            value if has_rows is None else tf.where(has_rows, tf.cast(value, self.dtype), instead())
+        )
+
+    def _notes_write(self) -> Any:
+        """Returns whether this replica has examples; None where it writes in any case."""
         here = step.current_several()
         if here is None or here.alone or here.reports or not here.some_can_be_empty:
-            return value
+            return None
         if self.is_shared:
-            return value
+            return None
         here.writes[id(self)] = self
-        return tf.where(here.has_rows, tf.cast(value, self.dtype), instead())
+        return here.has_rows
+
+    def _scatter(self, own: Callable[..., Any], sparse_delta: Any, *args: Any, **kw: Any) -> Any:
+        """Changes rows of this replica's value, or of all replicas'."""
+        try:  # TensorFlow's does it while a model is saved, and else is not implemented.
+            return own(self, sparse_delta, *args, **kw)
+        except NotImplementedError:
+            method = own.__name__
+        has_rows = self._notes_write()
+        if has_rows is not None:
+            count = tf.where(has_rows, tf.size(sparse_delta.indices), 0)
+            values, indices = sparse_delta.values[:count], sparse_delta.indices[:count]
+            sparse_delta = tf.IndexedSlices(values, indices, sparse_delta.dense_shape)
+        on_replica = tf.distribute.has_strategy() and not tf.distribute.in_cross_replica_context()
+        for at, component in enumerate(self.values):
+            if not on_replica or at == tf_internals.replica_on_host():
+                with tf.device(component.device):
+                    getattr(component, method)(sparse_delta, *args, **kw)
+        return self
+
+
+for _name in ("add", "div", "max", "min", "mul", "sub", "update"):
+    _own = getattr(tf_internals.SyncOnReadVariable, f"scatter_{_name}")
+    setattr(OwnVariable, _own.__name__, functools.partialmethod(OwnVariable._scatter, _own))
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
