@@ -237,6 +237,28 @@ class LossesTest(TrainingTestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):
             step(last)
 
+    @parameterized.product(eager=[True, False], with_targets=[True, False])
+    def test_another_value_before_the_batch(self, eager, with_targets):
+        """A seed per replica, say, is not taken for the batch."""
+        strategy = strategy_of(3)
+        seeds = strategy.experimental_distribute_values_from_function(
+            lambda context: tf.constant([1, context.replica_id_in_sync_group])
+        )
+        inputs, targets = dense_data(7)
+        batch = (inputs, targets) if with_targets else (inputs,)
+        data = tf.data.Dataset.from_tensors(batch)
+        [parts] = strategy.experimental_distribute_dataset(data)
+
+        def loss(seed: Any, inputs: Any, targets: Any = 0.0) -> Any:
+            del seed
+            return keras.losses.MeanSquaredError()(tf.zeros_like(inputs[:, 0]), inputs[:, 0])
+
+        def total(parts: Any) -> Any:
+            return strategy.reduce("SUM", strategy.run(loss, (seeds, *parts)), axis=None)
+
+        actual = (total if eager else tf.function(total))(parts)
+        self.assertAllClose(np.mean(inputs[:, 0] ** 2), actual)
+
 
 # Each replica's rows; it keeps those that are not 0.
 PARTS = np.array([[[1], [2], [0]], [[0], [3], [0]], [[4], [5], [6]]], np.float32)

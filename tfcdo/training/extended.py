@@ -208,12 +208,14 @@ class ReplicaExtended:
         devices = self.worker_devices
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         views = [ReplicaStep(index, replicas) for index in range(len(devices))]
-        batch = next(
-            filter(None, (self._batch(one) for one in tf.nest.flatten((args, kwargs)))), None
-        )
-        if batch is None:
+        values = [*filter(None, map(self._batch, tf.nest.flatten((args, kwargs))))]
+        if not values:
             return views
-        static = [component.shape[0] for component in batch]
+        # Other values with as many components may come before the batch, such as a seed per
+        # replica, or any tensor where a host has one device.
+        sizes = [[component.shape[0] for component in value] for value in values]
+        static = max(sizes, key=lambda one: (sizes.count(one), None in one or len(set(one)) > 1))
+        batch = values[sizes.index(static)]
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
         # its function; an argument of a function has the shapes of this host's part.
