@@ -170,7 +170,7 @@ class ReplicaExtended:
                 return fn(*args, **kwargs)
             if not here.can_be_empty:
                 return tf.nest.map_structure(here.whole, fn(*args, **kwargs))
-            args, kwargs = tf.nest.map_structure(here.with_stand_in, (args, kwargs))
+            args, kwargs = here.with_stand_in((args, kwargs))
             results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
             return tf.nest.map_structure(here.without_stand_in, results)
 

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
@@ -80,7 +81,8 @@ class ReplicaStep:
         """Returns values, or zeros on a replica without examples, whose own may be NaN."""
         if not self.can_be_empty:
             return values
-        has_rows = self.has_rows  # One op for all of the values.
+        has_rows = self.has_rows  # One op for all of the values, and one for each dtype.
+        factor = functools.cache(lambda dtype: tf.cast(has_rows, dtype))
 
         def kept(value: Any) -> Any:
             if isinstance(value, tf.IndexedSlices):
@@ -88,7 +90,7 @@ class ReplicaStep:
             if not tf.is_tensor(value):
                 return value
             # In the value's own memory, where a `tf.where` would copy it.
-            return tf.math.multiply_no_nan(value, tf.cast(has_rows, value.dtype))
+            return tf.math.multiply_no_nan(value, factor(value.dtype))
 
         return tf.nest.map_structure(kept, values)
 
@@ -107,26 +109,38 @@ class ReplicaStep:
         known = self.known_rows
         return tf.maximum(self.rows, 1) if known is None else max(known, 1)
 
-    def with_stand_in(self, value: Any) -> Any:
-        """Returns a tensor of rows, or one row of zeros on a replica without examples."""
-        if not isinstance(value, tf.Tensor) or not value.shape.rank or (value.shape[0] or 0) > 0:
-            return value
-        one = tf.concat([[1], tf.shape(value)[1:]], 0)
-        if value.shape[0] == 0:
-            return tf.zeros(one, value.dtype)
-        rows = tf.cond(self.has_rows, lambda: value, lambda: tf.zeros(one, value.dtype))
-        rows.set_shape(value.shape)
-        return rows
+    def with_stand_in(self, values: Any) -> Any:
+        """Returns tensors of rows, or one row of zeros each on a replica without examples."""
+        flat = tf.nest.flatten(values)
+        places = [at for at, one in enumerate(flat) if _has_rows(one) and not one.shape[0]]
+        given = [flat[at] for at in places]
+
+        def stand_ins() -> list[tf.Tensor]:
+            ones = [tf.concat([[1], tf.shape(value)[1:]], 0) for value in given]
+            return [tf.zeros(one, value.dtype) for one, value in zip(ones, given, strict=True)]
+
+        if self.known_rows == 0:
+            found = stand_ins()
+        else:  # One op for all of them: each would take as long to trace as a layer.
+            found = tf.cond(self.has_rows, lambda: given, stand_ins) if given else []
+        for at, value in zip(places, found, strict=True):
+            value.set_shape([None, *flat[at].shape[1:]])
+            flat[at] = value
+        return tf.nest.pack_sequence_as(values, flat)
 
     def without_stand_in(self, value: Any) -> Any:
         """Returns a value, without the row of a stand-in."""
-        if not isinstance(value, tf.Tensor) or not value.shape.rank:
+        if not _has_rows(value):
             return value
         if self.known_rows is not None:
             return value if self.known_rows else value[:0]
         if value.shape[0] is not None:
             return value
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
+
+
+def _has_rows(value: Any) -> bool:
+    return isinstance(value, tf.Tensor) and bool(value.shape.rank)
 
 
 def _can_be_zero(rows: Any) -> bool:
