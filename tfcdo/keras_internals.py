@@ -274,11 +274,9 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
 
 def sums_writes(variable: keras.Variable) -> bool:
     """Returns whether the replicas' values are summed where they write a variable."""
-    value = variable._value
-    return (
-        getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
-        and value.synchronization != tf.VariableSynchronization.ON_READ
-    )
+    value = value_of(variable)
+    sums = getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
+    return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
 
 
 # Models

@@ -161,11 +161,12 @@ def _count(own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        if step.current_several() is not None and keras_internals.sums_writes(variable):
+        several = step.current_several()
+        if several is not None and keras_internals.sums_writes(variable):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, variable.dtype)
-            if here.can_be_empty:
-                value = tf.where(here.has_rows, value, tf.zeros_like(value))
+            if several.can_be_empty:
+                value = tf.where(several.has_rows, value, tf.zeros_like(value))
             return variable.value.assign_add(value)
         return own(variable, value)
 
