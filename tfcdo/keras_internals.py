@@ -69,6 +69,11 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
+    (keras.Layer, "add_loss", ("self", "loss")),
+    (keras.Layer, "_get_own_losses", ("self",)),
+    (keras.Layer, "_clear_losses", ("self",)),
+    (Trainer, "_get_metrics_result_or_logs", ("self", "logs")),
+    (Trainer, "_aggregate_additional_loss", ("self", "loss")),
     (Trainer, "compute_loss", ("self", "x", "y", "y_pred", "sample_weight")),
     (Trainer, "fit", ("self", "x")),
     (keras.Variable, "assign_add", ("self", "value")),
@@ -267,6 +272,13 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
     return accumulator
 
 
+def sums_writes(variable: keras.Variable) -> bool:
+    """Returns whether the replicas' values are summed where they write a variable."""
+    value = value_of(variable)
+    sums = getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
+    return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
+
+
 # Models
 
 _running_fits = 0
@@ -297,9 +309,11 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
-def is_of_function(metric: Any) -> bool:
-    """Returns whether a metric is the mean of a function's values."""
-    return isinstance(metric, keras.metrics.MeanMetricWrapper)
+def take_added(layer: Any) -> list[Any]:
+    """Returns the losses that a layer has from `add_loss`, which it no longer has then."""
+    losses = list(layer._losses)
+    layer._losses.clear()
+    return losses
 
 
 def is_fitting() -> bool:

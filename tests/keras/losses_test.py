@@ -176,6 +176,68 @@ class LossesTest(TrainingTestCase):
         self.assertLen(own, 3 if tracked else 1)
         self.assertAllClose(expected, own, 5e-6, 5e-6)
 
+    @parameterized.parameters({}, {"run_eagerly": True}, {"jit_compile": True})
+    def test_losses_of_layers_whose_replicas_meet(self, **how):
+        """Also a loss that Keras has scaled already, as in its guide's `LogisticEndpoint`."""
+
+        class Endpoint(keras.layers.Layer):
+            def call(self, x: Any) -> Any:
+                self.add_loss(keras.ops.mean(keras.ops.square(x - 1)))
+                self.add_loss(keras.losses.MeanAbsoluteError()(keras.ops.zeros_like(x), x))
+                return x
+
+        def fitted(count: int) -> keras.Model:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                dense = keras.layers.Dense(4, activity_regularizer=keras.regularizers.L2(0.1))
+                meeting = keras.layers.BatchNormalization(synchronized=True)
+                model = keras.Sequential([dense, Endpoint(), meeting, keras.layers.Dense(1)])
+                model.compile(keras.optimizers.SGD(0.1), "mse", **how)
+            data = dense_data(9)
+            model.fit(*data, 8, validation_data=data, shuffle=False, verbose=0)
+            return model
+
+        expected, own = map(fitted, (1, 3))
+        self.assert_same_training(expected, own)
+        self.assertAllClose(expected.history.history, own.history.history, 5e-6, 5e-6)
+
+    def test_own_train_step_reports_metrics(self):
+        """As in Keras's guide, by other names than Keras has, or only some of them."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data[:2]
+                with tf.GradientTape() as tape:
+                    outputs = self(x, training=True)
+                    loss = self.compute_loss(x, y, outputs)
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                first, compiled = self.metrics[:2]
+                if self.tracked:
+                    first.update_state(loss)
+                compiled.update_state(y, outputs)
+                self.mean.update_state(keras.ops.mean(outputs))
+                self.rows.update_state(keras.ops.ones_like(y))
+                results = {m.name: m.result() for m in (compiled, self.mean, self.rows)}
+                return {"loss": first.result() if self.tracked else loss, **results}
+
+        def trained(count: int, tracked: bool) -> list[Any]:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                model = Own(dense_layers())
+                model.tracked = tracked
+                model.mean, model.rows = keras.metrics.Mean("mean"), keras.metrics.Sum("rows")
+                model.unused = keras.metrics.Mean("unused")
+                model.compile("sgd", "mse", metrics=["mae"])
+            data = dense_data(9)  # A batch of unequal parts, and one with a single example.
+            history = model.fit(*data, 8, shuffle=False, verbose=0).history
+            return [history, model.train_on_batch(*data, return_dict=True)]
+
+        for tracked in (True, False):
+            expected, own = (trained(count, tracked) for count in (1, 3))
+            self.assertEqual(*([list(logs) for logs in both] for both in (expected, own)))
+            self.assertAllClose(expected, own, 5e-6, 5e-6)
+
     def test_own_train_step_makes_the_targets(self):
         class Decoder(keras.Sequential):
             def train_step(self, x: Any) -> dict[str, Any]:

@@ -83,6 +83,29 @@ class StatisticsTest(TrainingTestCase):
             for copy in mean.values:
                 self.assertAllEqual([turn + 0.5, 2.0], copy)
 
+    def test_counters_of_a_layer(self):
+        """Keras adds to a variable by assigning the sum, which TensorFlow then sums, too."""
+
+        class Counter(keras.layers.Layer):
+            def build(self, _: tuple[int | None, ...]) -> None:
+                options = {"initializer": "zeros", "trainable": False, "aggregation": "sum"}
+                self.total = self.add_weight(shape=(), **options)
+                self.rows = self.add_weight(shape=(), dtype="int32", **options)
+                self.built = True
+
+            def call(self, x: tf.Tensor) -> tf.Tensor:
+                self.total.assign_add(keras.ops.sum(x + 1))
+                self.rows.assign_add(keras.ops.shape(x)[0])
+                return x
+
+        def counted(count: int) -> list[np.ndarray]:
+            with strategy_of(count).scope():
+                model = model_of(lambda: [Counter(), keras.layers.Dense(1)], "sgd")
+            model.fit(*data(8), 6, verbose=0, shuffle=False)  # The last batch has two examples.
+            return model.layers[0].get_weights()
+
+        self.assertAllClose(counted(1), counted(3), 1e-5)
+
 
 class WireTest(TrainingTestCase):
     """With a wire dtype only gradients are rounded: statistics are as on one device."""

@@ -71,6 +71,34 @@ def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     return total if here is None or total is None or total.shape.rank else here.loss(total)
 
 
+def added(own: Function, layer: Any, loss: Any) -> None:
+    """Stands for `Layer.add_loss`: replicas that meet in a step call a layer at the same time."""
+    own(layer, loss)
+    here = step.current_several()
+    if here is not None:
+        here.added.setdefault(id(layer), []).extend(keras_internals.take_added(layer))
+
+
+def of_layer(own: Function, layer: Any) -> list[Any]:
+    """Stands for `Layer._get_own_losses`, which reads what `add_loss` got."""
+    here = step.current_several()
+    return own(layer) if here is None else [*own(layer), *here.added.get(id(layer), ())]
+
+
+def cleared(own: Function, layer: Any) -> None:
+    """Stands for `Layer._clear_losses`, with which a layer's call begins."""
+    own(layer)
+    here = step.current_several()
+    if here is not None:
+        here.added.pop(id(layer), None)
+
+
+def additional(own: Function, model: Any, loss: Any) -> Any:
+    """Stands for `_aggregate_additional_loss`, which scales the losses that `add_loss` got."""
+    here = step.current_several()  # One that a loss function has returned is scaled already.
+    return loss if here is not None and id(loss) in here.losses else own(model, loss)
+
+
 def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:
     """Stands for `apply_mask`: a mean is one over all values that masks keep on any replica."""
     here = step.current_several()
@@ -89,8 +117,8 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
     if here is None:
         return own(metric, values, sample_weight)
     is_loss = id(values) in here.losses
-    is_mean = sample_weight is None and keras_internals.is_of_function(metric)
-    if not is_loss and not (is_mean and tf.convert_to_tensor(values).shape.rank == 0):
+    is_number = tf.convert_to_tensor(values).shape.rank == 0
+    if not is_loss and (sample_weight is not None or here.reports or not is_number):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))

@@ -51,6 +51,7 @@ def install() -> None:
         extend(trainer, f"make_{name}_function", functools.partial(_make, name))
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)
     for name in ("train_on_batch", "test_on_batch"):
         extend(trainer, name, _on_batch)
     for name in ("evaluate", "predict", "save", "save_weights", "get_weights"):
@@ -68,7 +69,11 @@ def install() -> None:
     extend(keras_internals.LOSSES, "apply_mask", losses.masked)
     extend(keras_internals.CompileLoss, "call", losses.compiled)
     extend(keras.Model, "compute_loss", losses.computed)
+    extend(trainer, "_aggregate_additional_loss", losses.additional)
     extend(keras.metrics.Mean, "update_state", losses.averaged)
+    extend(keras.Layer, "add_loss", losses.added)
+    extend(keras.Layer, "_get_own_losses", losses.of_layer)
+    extend(keras.Layer, "_clear_losses", losses.cleared)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
 
@@ -156,6 +161,13 @@ def _count(own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
+        several = step.current_several()
+        if several is not None and keras_internals.sums_writes(variable):
+            # Keras would assign the sum, and K replicas then the old value K times.
+            value = tf.cast(value, variable.dtype)
+            if several.can_be_empty:
+                value = tf.where(several.has_rows, value, tf.zeros_like(value))
+            return variable.value.assign_add(value)
         return own(variable, value)
 
 
@@ -208,10 +220,33 @@ def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     as_dict = call.arguments.get("return_dict", False)
     call.arguments["return_dict"] = True
     logs = own(*call.args, **call.kwargs)
-    metrics = model.get_metrics_result()
-    if logs.keys() == metrics.keys():  # Else a `train_step` of the user's returns others.
-        logs = {name: _as_number(value) for name, value in metrics.items()}
+    logs = {name: _as_number(value) for name, value in _of_all_replicas(model, logs).items()}
     return logs if as_dict else keras_internals.metrics_in_order(model, logs)
+
+
+def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
+    """Returns the logs of an epoch: Keras takes the last step's from a `train_step` of a user's."""
+    strategy, logs = model.distribute_strategy, own(model, logs)
+    several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
+    return _of_all_replicas(model, logs) if several and isinstance(logs, dict) else logs
+
+
+def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
+    """Replaces the means of the replicas' results of metrics by those of all examples."""
+    results: dict[str, Any] = {}
+    for metric in model.metrics:
+        # A `train_step` may return a number by the name of a metric that it does not update.
+        if any(np.any(variable) for variable in metric.variables):
+            result = metric.result()
+            results.update(result if isinstance(result, dict) else {metric.name: result})
+
+    def replaced(logs: dict[str, Any]) -> dict[str, Any]:
+        return {
+            name: replaced(value) if isinstance(value, dict) else results.get(name, value)
+            for name, value in logs.items()
+        }
+
+    return replaced(logs)
 
 
 def _as_number(value: Any) -> Any:

@@ -47,6 +47,8 @@ class ReplicaStep:
     written: dict[int, list[Any]] | None = None
     # Losses: this replica's parts of sums over all replicas, by identity.
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
+    # What a layer passed to `add_loss` on this replica, by the layer's identity.
+    added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
 
