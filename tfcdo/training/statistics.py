@@ -8,6 +8,7 @@ variable's value is the mean. tf.keras asked for that, and Keras 3 does not.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -60,12 +61,11 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
         here.writes[id(self)] = self
         return here.has_rows
 
-    def _scatter(self, own: Callable[..., Any], sparse_delta: Any, *args: Any, **kw: Any) -> Any:
+    def _scatter(self, method: str, sparse_delta: Any, *args: Any, **kw: Any) -> Any:
         """Changes rows of this replica's value, or of all replicas'."""
-        try:  # TensorFlow's does it while a model is saved, and else is not implemented.
-            return own(self, sparse_delta, *args, **kw)
-        except NotImplementedError:
-            method = own.__name__
+        with contextlib.suppress(NotImplementedError):
+            # TensorFlow's does it while a model is saved, and else is not implemented.
+            return getattr(super(), method)(sparse_delta, *args, **kw)
         has_rows = self._notes_write()
         if has_rows is not None:
             count = tf.where(has_rows, tf.size(sparse_delta.indices), 0)
@@ -78,10 +78,13 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
                     getattr(component, method)(sparse_delta, *args, **kw)
         return self
 
-
-for _name in ("add", "div", "max", "min", "mul", "sub", "update"):
-    _own = getattr(tf_internals.SyncOnReadVariable, f"scatter_{_name}")
-    setattr(OwnVariable, _own.__name__, functools.partialmethod(OwnVariable._scatter, _own))
+    scatter_add = functools.partialmethod(_scatter, "scatter_add")
+    scatter_div = functools.partialmethod(_scatter, "scatter_div")
+    scatter_max = functools.partialmethod(_scatter, "scatter_max")
+    scatter_min = functools.partialmethod(_scatter, "scatter_min")
+    scatter_mul = functools.partialmethod(_scatter, "scatter_mul")
+    scatter_sub = functools.partialmethod(_scatter, "scatter_sub")
+    scatter_update = functools.partialmethod(_scatter, "scatter_update")
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
