@@ -272,13 +272,6 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
     return accumulator
 
 
-def sums_writes(variable: keras.Variable) -> bool:
-    """Returns whether the replicas' values are summed where they write a variable."""
-    value = value_of(variable)
-    sums = getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
-    return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
-
-
 # Models
 
 _running_fits = 0

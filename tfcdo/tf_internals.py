@@ -111,6 +111,10 @@ OVERRIDES: tuple[private_names.Member, ...] = (
         for name in ("assign", "assign_add", "assign_sub")
     ),
     (SyncOnReadVariable, "read_value", ("self",)),
+    *(
+        (SyncOnReadVariable, f"scatter_{name}", ("self",))
+        for name in ("add", "div", "max", "min", "mul", "sub", "update")
+    ),
     (Trackable, "_track_trackable", ("self", "trackable", "name", "overwrite")),
     *((tf.distribute.CrossDeviceOps, *member) for member in _OF_CROSS_DEVICE_OPS.items()),
 )
@@ -118,6 +122,11 @@ private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
 
 _WRITE_SECONDS = 10.0
 _lock = threading.Lock()
+
+
+def saves_one_replica() -> bool:
+    """Returns whether a model is being saved, as one that is not distributed."""
+    return bool(_values_util.is_saving_non_distributed())
 
 
 def replica_on_host() -> int:

@@ -162,7 +162,7 @@ def _count(own: Function, variable: Any, value: Any) -> Any:
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
         several = step.current_several()
-        if several is not None and keras_internals.sums_writes(variable):
+        if several is not None and statistics.is_summed(variable.value):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, variable.dtype)
             if several.can_be_empty:

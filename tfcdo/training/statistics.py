@@ -8,7 +8,6 @@ variable's value is the mean. tf.keras asked for that, and Keras 3 does not.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
@@ -46,13 +45,13 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
 
     def _or(self, value: Any, instead: Callable[[], tf.Tensor]) -> Any:
         """Returns a value, or one that changes nothing where a step has no examples here."""
-        has_rows = self._notes_write()
-        return (
-            value if has_rows is None else tf.where(has_rows, tf.cast(value, self.dtype), instead())
-        )
+        has_rows = self._note_write()
+        if has_rows is None:
+            return value
+        return tf.where(has_rows, tf.cast(value, self.dtype), instead())
 
-    def _notes_write(self) -> Any:
-        """Returns whether this replica has examples; None where it writes in any case."""
+    def _note_write(self) -> Any:
+        """Notes a write; returns whether this replica has examples, None if it writes anyway."""
         here = step.current_several()
         if here is None or here.alone or here.reports or not here.some_can_be_empty:
             return None
@@ -63,10 +62,9 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
 
     def _scatter(self, method: str, sparse_delta: Any, *args: Any, **kw: Any) -> Any:
         """Changes rows of this replica's value, or of all replicas'."""
-        with contextlib.suppress(NotImplementedError):
-            # TensorFlow's does it while a model is saved, and else is not implemented.
+        if tf_internals.saves_one_replica():
             return getattr(super(), method)(sparse_delta, *args, **kw)
-        has_rows = self._notes_write()
+        has_rows = self._note_write()
         if has_rows is not None:
             count = tf.where(has_rows, tf.size(sparse_delta.indices), 0)
             values, indices = sparse_delta.values[:count], sparse_delta.indices[:count]
@@ -108,6 +106,12 @@ def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
 def is_averaged(value: Any) -> bool:
     """Tells whether a value is a variable whose replicas are averaged when it is read."""
     return isinstance(value, OwnVariable) and value.aggregation == MEAN
+
+
+def is_summed(value: Any) -> bool:
+    """Tells whether a value is a variable for which replicas' values are summed when written."""
+    sums = getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
+    return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
 
 
 def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
