@@ -226,9 +226,11 @@ def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
     """Returns the logs of an epoch: Keras takes the last step's from a `train_step` of a user's."""
-    strategy, logs = model.distribute_strategy, own(model, logs)
+    strategy, found = model.distribute_strategy, own(model, logs)
     several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
-    return _of_all_replicas(model, logs) if several and isinstance(logs, dict) else logs
+    # Else Keras has read the metrics, of all replicas.
+    are_of_step = found is logs and isinstance(logs, dict)
+    return _of_all_replicas(model, logs) if several and are_of_step else found
 
 
 def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
