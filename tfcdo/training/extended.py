@@ -168,11 +168,12 @@ class ReplicaExtended:
             here = step.now.step
             if not is_keras or here is None:
                 return fn(*args, **kwargs)
-            if not here.can_be_empty:
-                return tf.nest.map_structure(here.whole, fn(*args, **kwargs))
-            args, kwargs = here.with_stand_in((args, kwargs))
+            if here.can_be_empty:
+                args, kwargs = here.with_stand_in((args, kwargs))
             results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
-            return tf.nest.map_structure(here.without_stand_in, results)
+            if here.can_be_empty:
+                results = tf.nest.map_structure(here.without_stand_in, results)
+            return results
 
         with step.during(steps=steps), tf.control_dependencies(all_have_data):
             result = run(_entering(with_examples, steps, all_have_data), args, kwargs)

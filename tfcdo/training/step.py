@@ -114,7 +114,7 @@ class ReplicaStep:
     def with_stand_in(self, values: Any) -> Any:
         """Returns tensors of rows, or one row of zeros each on a replica without examples."""
         flat = tf.nest.flatten(values)
-        places = [at for at, one in enumerate(flat) if _has_rows(one) and not one.shape[0]]
+        places = [at for at, one in enumerate(flat) if _is_of_rows(one) and not one.shape[0]]
         given = [flat[at] for at in places]
 
         def stand_ins() -> list[tf.Tensor]:
@@ -132,7 +132,7 @@ class ReplicaStep:
 
     def without_stand_in(self, value: Any) -> Any:
         """Returns a value, without the row of a stand-in."""
-        if not _has_rows(value):
+        if not _is_of_rows(value):
             return value
         if self.known_rows is not None:
             return value if self.known_rows else value[:0]
@@ -141,7 +141,7 @@ class ReplicaStep:
         return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
 
 
-def _has_rows(value: Any) -> bool:
+def _is_of_rows(value: Any) -> bool:
     return isinstance(value, tf.Tensor) and bool(value.shape.rank)
 
 
