@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase, dense_data, dense_layers, model_of, strategy_of
 
 import tfcdo
+from tfcdo import log
 
 
 def trained_on_sentences(
@@ -147,6 +149,32 @@ class LossesTest(TrainingTestCase):
             return model
 
         self.assert_same_training(fitted(1), fitted(2))
+
+    @parameterized.parameters(True, False)
+    def test_own_train_step_without_a_loss_of_keras(self, divides):
+        """As in Keras's VAE: its mean counts once for each replica, which a warning says."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    if divides:
+                        loss = keras.losses.MeanSquaredError()(y, self(x))
+                    else:
+                        loss = tf.reduce_mean(tf.square(y - self(x)))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return {"weights": tf.reduce_sum(variables[0])}
+
+        with strategy_of(2).scope():
+            model = Own(dense_layers())
+            model.compile("sgd")
+        with mock.patch.object(log, "warn_once") as warn:
+            model.fit(*dense_data(8), verbose=0)
+        warnings = [str(call) for call in warn.call_args_list]
+        self.assertEqual(
+            any("counts 2 times on 2 replicas" in one for one in warnings), not divides
+        )
 
     @parameterized.product(
         tracked=(True, False), how=({}, {"run_eagerly": True}, {"jit_compile": True})
