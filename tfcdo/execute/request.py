@@ -58,11 +58,11 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
-def check_options(options: Any) -> None:
-    """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
+def check_options(options: Any, name: str = "options") -> None:
+    """Raises `TypeError` unless the argument `name` is None or a `CommunicationOptions`."""
     if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
         raise TypeError(
-            "options must be a tf.distribute.experimental.CommunicationOptions or None; "
+            f"{name} must be a tf.distribute.experimental.CommunicationOptions or None; "
             f"got {brief(options)}"
         )
 
