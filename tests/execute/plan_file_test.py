@@ -90,6 +90,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             ("{}", "missing required field"),
             (text.replace('"start": 0', '"start": 1'), "must begin at 0"),
             (text.replace("[null,", "[1,"), "root"),
+            (text.replace('\n  "num_devices": ', '\n  "num_devices": 9'), "num_devices must be"),
             (text.replace('["0 out"', '["nowhere"'), "must hold names"),
         ):
             damaged.write_text(content)
