@@ -82,7 +82,7 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
     for index, reduction in enumerate(reductions):
         dtype = reduction.values[0].dtype
         numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
-        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN", "T"):
+        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN"):
             pair = f"pair {index}: " if len(reductions) > 1 else ""
             raise ValueError(
                 f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
