@@ -97,6 +97,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFEpochIterator, "steps_per_execution", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
+    (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
     *(
         (_random, name, parameters)
@@ -329,6 +330,16 @@ def is_shuffled(iterator: Any) -> bool:
     """Returns whether Keras shuffles the data of a model's iterator."""
     adapter = iterator.data_adapter
     return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
+
+
+def notes_epochs(iterator: Any) -> bool:
+    """Returns whether the data of a model's iterator is a PyDataset that is told of epochs."""
+    data = getattr(iterator.data_adapter, "py_dataset", None)
+    names = ("on_epoch_begin", "on_epoch_end")
+    return data is not None and any(
+        getattr(type(data), name, None) is not getattr(keras.utils.PyDataset, name, None)
+        for name in names
+    )
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
