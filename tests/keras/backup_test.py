@@ -306,7 +306,11 @@ class BadInputTest(BackupTestCase):
 
     @parameterized.parameters(
         (True, False, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
-        (False, True, "its on_epoch_begin or on_epoch_end, .* may reorder it; use tfcdo.keras"),
+        (
+            False,
+            True,
+            "its on_epoch_begin or on_epoch_end, .* may reorder the batches; use tfcdo.keras",
+        ),
         (False, False, None),
     )
     def test_a_pydataset_in_another_order(self, shuffle, reorders, message):
