@@ -309,7 +309,7 @@ class BadInputTest(BackupTestCase):
         (
             False,
             True,
-            "its on_epoch_begin or on_epoch_end, .* may reorder the batches; use tfcdo.keras",
+            "its on_epoch_begin or on_epoch_end.* may reorder the batches; use ",
         ),
         (False, False, None),
     )
