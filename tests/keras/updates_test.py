@@ -135,6 +135,30 @@ class UpdatesTest(TrainingTestCase):
         with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
             trained_eagerly(2, accumulating, shard_optimizer_state=True)
 
+    def test_slots_that_keras_does_not_know_as_a_variables(self):
+        """The other devices, and files, get them from the owner of the variable."""
+
+        class Scaled(ko.Optimizer):
+            def build(self, variables: Any) -> None:
+                super().build(variables)
+                self.norms = [self.add_variable(()) for _ in variables]
+                self.sums = {v.path: [self.add_variable(v.shape)] for v in variables}
+
+            def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+                at = self._get_variable_index(variable)
+                [total] = list(self.sums.values())[at]
+                self.norms[at].assign(0.5 * self.norms[at] + keras.ops.norm(gradient))
+                self.assign_add(total, gradient)
+                self.assign_sub(variable, learning_rate * total / (1 + self.norms[at]))
+
+        make = functools.partial(Scaled, 0.1)
+        model = trained_eagerly(2, make, shard_optimizer_state=True)
+        self.assert_same_training(trained_eagerly(1, make), model)
+        slots = [slot for slot in model.optimizer.variables if hasattr(slot.value, "values")]
+        self.assertLen(slots, 6)  # With the counter and the learning rate.
+        for slot in slots:
+            self.assert_bitwise_equal([one.read_value() for one in slot.value.values])
+
 
 class OwnLoopTest(TrainingTestCase):
     def test_nothing_is_sent_while_gradients_accumulate(self):
