@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, sharding, step
+from tfcdo.training import diloco, models, step, updates
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -337,7 +337,7 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
 
 def _set_up(extended: ReplicaExtended, shard: bool, synchronize: bool) -> None:
     if shard:
-        sharding.check_strategy(extended)
+        updates.check_shards(extended)
     extended.shard_optimizer_state = shard
     extended.synchronize_batch_norm = synchronize
 

@@ -167,7 +167,7 @@ class ExactTest(BackupTestCase):
     )
     def test_callbacks_that_change_the_model(self, save_freq, after, make):
         """They are called again for the first batches of the epoch."""
-        options = {"exact": False, "rate": 0.1}
+        options: Any = {"exact": False, "rate": 0.1}
         self.interrupted(after, *make(), self.backup(save_freq=save_freq), **options)
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
@@ -179,6 +179,7 @@ class ExactTest(BackupTestCase):
         training = mock.Mock()
         end = keras.callbacks.LambdaCallback(on_epoch_end=stop)
         end.set_model = lambda model: setattr(training, "model", model)
+        callbacks: Any
         for callbacks in ([end], []), ([], [end]):  # Before the backup, or after it.
             backups = self.backup(delete_checkpoint=False)
             _Training(*callbacks[0], backups, *callbacks[1], exact=False)

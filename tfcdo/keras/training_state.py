@@ -15,7 +15,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.keras import backup_folder
-from tfcdo.training import diloco, step
+from tfcdo.training import step, updates
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
@@ -246,7 +246,7 @@ def _slots(model: keras.Model) -> list[_StateEntry]:
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
         *(_slot(variable, is_state=False) for variable in optimizer),
     ]
-    for state in diloco.states_of(model.optimizer):
+    for state in updates.states_of(model.optimizer):
         slots = [_of_host(slot) for slot in slots] + [_of_host(_slot(state.examples, False))]
         slots += [_slot(variable, is_state=False) for variable in state.variables_of_all]
     return slots

@@ -25,7 +25,6 @@ from tfcdo.training import step, updates
 from tfcdo.training.step import SUM, ReplicaStep, components
 
 _DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
-_STATE = "tfcdo_outer"  # An attribute of Keras's optimizer, so that checkpoints of it have it.
 _IS_OUTER = "tfcdo_is_outer"
 
 
@@ -189,13 +188,15 @@ class OuterState(tf.Module):
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
     """Makes the outer loop's state for a newly built optimizer, if the strategy has `outer`."""
     outer = getattr(strategy.extended, "outer", None)
-    if outer is None or is_outer(leaf) or hasattr(leaf, _STATE):
+    if outer is None or is_outer(leaf) or hasattr(leaf, updates.OUTER_STATE):
         return
     trained = [one for one in variables if not keras_internals.is_overwritten(one)]
     with tf.init_scope(), strategy.scope():
         state = OuterState(strategy, leaf, trained)
-        setattr(leaf, _STATE, state)
-        leaf._track_trackable(state, _STATE, overwrite=True)  # Keras's `build` tracks nothing.
+        setattr(leaf, updates.OUTER_STATE, state)
+        leaf._track_trackable(
+            state, updates.OUTER_STATE, overwrite=True
+        )  # Keras's `build` tracks nothing.
 
 
 def is_outer(optimizer: Any) -> bool:
@@ -203,60 +204,21 @@ def is_outer(optimizer: Any) -> bool:
     return getattr(optimizer, _IS_OUTER, False)
 
 
-def states_of(optimizer: Any) -> list[OuterState]:
-    """Returns the outer loop's states of an optimizer's parts; none without an outer loop."""
-    leaves = [] if optimizer is None else keras_internals.leaves(optimizer)
-    return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
-
-
-def apply(own: updates.Call, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
-    """Stands for an optimizer's `apply`: `updates.apply`, and hosts meet if it is time to."""
-    variables = None if trainable_variables is None else list(trainable_variables)
-    update = functools.partial(updates.apply, own, optimizer, grads, variables)
-    here, context = step.now.step, tf.distribute.get_replica_context()
-    outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
-    if outer is None or context is None or here is None:
-        return update()
-    if here.alone or here.applies or here.trace is not None:
-        return update()
-
-    begun: list[dict[int, Any]] = []
-
-    @tf.autograph.experimental.do_not_convert
-    def begin(strategy: tf.distribute.Strategy) -> None:
-        if variables is not None:
-            keras_internals.build(optimizer, variables)
-        begun.extend(state.begin() for state in states_of(optimizer))
-        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
-        step.change_all(applies=True)
-
-    @tf.autograph.experimental.do_not_convert
-    def end(strategy: tf.distribute.Strategy) -> None:
-        total = step.change_all(applies=False)[0].total
-        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
-            # Without a batch, hosts count the same.
-            state.end(1 if total is None else total, exchanges)
-
-    context.merge_call(begin)
-    with step.changed(applies=True):
-        result = update()
-    context.merge_call(end)
-    return result
-
-
 def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
     """Exchanges all that hosts have trained since the last exchange; all hosts must call it."""
     replicas = len(strategy.extended.worker_devices)
     steps = [ReplicaStep(index, replicas) for index in range(replicas)]
     with strategy.scope(), step.during(steps=steps):
-        for state in states_of(optimizer):
+        for state in updates.states_of(optimizer):
             state.finish()
 
 
 @contextlib.contextmanager
 def common_parameters(model: Any) -> Iterator[None]:
     """While this lasts, a model has the parameters of the last exchange."""
-    states = [state for state in states_of(getattr(model, "optimizer", None)) if state.num_steps]
+    states = [
+        state for state in updates.states_of(getattr(model, "optimizer", None)) if state.num_steps
+    ]
     own = []
     for state in states:
         for variable in state.trained:

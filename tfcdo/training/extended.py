@@ -228,7 +228,7 @@ class ReplicaExtended:
             if hosts > 1 and joined is not None:
                 joined.agree({"what": "a step of fit", "examples of a replica": rows[0]})
         else:
-            own = list(step.on_each(devices, parts.rows_of, batch).values)
+            own = list(step.on_each(devices, step.rows_of, batch).values)
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1

@@ -11,8 +11,8 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
-from tfcdo.training import diloco, updates
 from tfcdo.training import step as running
+from tfcdo.training import updates
 
 
 class _NotCompiledError(Exception):
@@ -144,7 +144,7 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         if is_loss:
             here.loss(one)
     if trace.own:
-        diloco.apply(trace.own, trace.optimizer, gradients, trace.variables)
+        updates.apply(trace.own, trace.optimizer, gradients, trace.variables)
     return outputs
 
 

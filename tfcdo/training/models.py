@@ -17,7 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.training import diloco, draws, jit, losses, sharding, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, statistics, step, updates
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -37,16 +37,16 @@ def install() -> None:
         return  # `keras_internals` has said so.
     extend = keras_internals.extend
     for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
-        extend(optimizer_class, "apply", diloco.apply)
+        extend(optimizer_class, "apply", updates.apply)
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
     extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
     optimizer = keras_internals.TFOptimizer
-    extend(optimizer, "_all_reduce_sum_gradients", _already_summed)
+    extend(optimizer, "_all_reduce_sum_gradients", updates.already_summed)
     extend(optimizer, "add_variable_from_reference", _add_slot)
     for name in ("assign", "assign_add", "assign_sub"):
-        extend(optimizer, name, _note_rows)
-    extend(keras.Variable, "assign", _note_write)
-    extend(keras.Variable, "assign_add", _count)
+        extend(optimizer, name, updates.note_rows)
+    extend(keras.Variable, "assign", updates.note_write)
+    extend(keras.Variable, "assign_add", updates.count)
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         extend(trainer, f"make_{name}_function", functools.partial(_make, name))
@@ -94,7 +94,7 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
         users = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
-        keras_internals.extend(users, "apply", diloco.apply)
+        keras_internals.extend(users, "apply", updates.apply)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -123,7 +123,7 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
                 f"optimizer with an `apply` of its own, {type(optimizer).__name__}, which would "
                 f"get each replica's part of a gradient; got {steps}"
             )
-        sharding.assign_owners(extended, variables)
+        updates.assign_owners(extended, variables)
     own(optimizer, variables)
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
 
@@ -137,49 +137,9 @@ def _add_slot(
             return keras_internals.accumulator_like(optimizer, reference_variable)
         # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
         if extended.shard_optimizer_state and name != "average":
-            device = sharding.device_of_slots(extended, reference_variable)
+            device = updates.device_of_slots(extended, reference_variable)
     with tf_internals.plain_variables(device) if device else contextlib.nullcontext():
         return own(optimizer, reference_variable, name=name, **options)
-
-
-def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
-    here = step.now.step
-    is_alone = here is not None and here.alone
-    return list(grads_and_vars) if is_alone else own(optimizer, grads_and_vars)
-
-
-def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
-    """Notes that an optimizer writes a variable, and which rows."""
-    _note(variable, getattr(value, "indices", None))
-    own(optimizer, variable, value)
-
-
-def _note_write(own: Function, variable: Any, value: Any) -> Any:
-    """Notes that all of a Keras variable is written."""
-    _note(variable, None)
-    return own(variable, value)
-
-
-def _note(variable: Any, indices: Any) -> None:
-    here = step.now.step
-    if here is not None and here.written is not None:
-        value = keras_internals.value_of(variable)
-        here.written.setdefault(id(value), (value, []))[1].append(indices)
-
-
-def _count(own: Function, variable: Any, value: Any) -> Any:
-    """Adds to a Keras variable: optimizers count steps so."""
-    # A step that fails on one replica must not be counted on others, which would then differ.
-    here = step.now.step
-    with tf.control_dependencies(() if here is None else here.counts_after):
-        several = step.current_several()
-        if several is not None and statistics.is_summed(variable.value):
-            # Keras would assign the sum, and K replicas then the old value K times.
-            value = tf.cast(value, variable.dtype)
-            if several.can_be_empty:
-                value = tf.where(several.has_rows, value, tf.zeros_like(value))
-            return variable.value.assign_add(value)
-        return own(variable, value)
 
 
 def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
@@ -277,7 +237,7 @@ def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model other parameters, from which all hosts begin."""
     result = own(model, *args, **kwargs)
-    for state in diloco.states_of(getattr(model, "optimizer", None)):
+    for state in updates.states_of(getattr(model, "optimizer", None)):
         state.begin_again()
     return result
 
@@ -330,7 +290,7 @@ class WeightComparison:
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
         # Between two exchanges, all hosts have the same of the outer loop only.
-        states = diloco.states_of(model.optimizer)
+        states = updates.states_of(model.optimizer)
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common

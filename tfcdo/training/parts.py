@@ -91,7 +91,7 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
-        rows = rows_of(value)
+        rows = step.rows_of(value)
         known = None if tf.is_tensor(index) else tf.get_static_value(rows)
         begin, rows = place(rows if known is None else int(known), index, replicas)
         if isinstance(value, tf.SparseTensor):
@@ -130,16 +130,6 @@ def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
         has_more = tf.cast(index < more, rows.dtype)
         return index * each + tf.minimum(more, index), each + has_more
     return index * each + min(index, more), each + (index < more)
-
-
-def rows_of(value: Any) -> Any:
-    """Returns the number of rows of a tensor, dense or not, as int64."""
-    if isinstance(value, tf.SparseTensor):
-        return value.dense_shape[0]
-    if isinstance(value, tf.RaggedTensor):
-        return value.nrows(tf.int64)
-    known = value.shape[0] if value.shape.rank else None
-    return tf.shape(value, tf.int64)[0] if known is None else tf.constant(known, tf.int64)
 
 
 def _static_rows(spec: Any) -> int | None:

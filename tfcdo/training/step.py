@@ -43,7 +43,7 @@ class ReplicaStep:
     counts_after: Sequence[tf.Tensor] = ()  # An optimizer counts the step after these.
     trace: Any = None  # The part of the step that XLA compiles, see `jit.py`.
     # In a sharded update, what is written, by identity: a variable or a component of one, and the
-    # indices of the rows of each write; None for all rows. See `sharding.py`.
+    # indices of the rows of each write; None for all rows. See `updates.py`.
     written: dict[int, tuple[Any, list[Any]]] | None = None
     # Losses: this replica's parts of sums over all replicas, by identity.
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
@@ -208,6 +208,16 @@ def is_ours(strategy: Any) -> bool:
 def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
     """Calls a function with each replica's component of some values, on that replica's device."""
     return tf_internals.per_replica(numerics.on_each(devices, function, *values))
+
+
+def rows_of(value: Any) -> Any:
+    """Returns the number of rows of a tensor, dense or not, as int64."""
+    if isinstance(value, tf.SparseTensor):
+        return value.dense_shape[0]
+    if isinstance(value, tf.RaggedTensor):
+        return value.nrows(tf.int64)
+    known = value.shape[0] if value.shape.rank else None
+    return tf.shape(value, tf.int64)[0] if known is None else tf.constant(known, tf.int64)
 
 
 def of_host(value: tf.Tensor, devices: Sequence[str]) -> Any:

@@ -2,7 +2,8 @@
 
 `apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
 meet, and calls Keras's on each replica, which then works alone: Keras clips, accumulates, decays,
-updates and averages from the same sums, bitwise identically on each replica.
+updates and averages from the same sums, bitwise identically on each replica. With sharded state it
+updates only the variables that it owns, and sends them to the others.
 """
 
 from __future__ import annotations
@@ -15,14 +16,33 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.execute import rows
-from tfcdo.training import sharding, step
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.plan.algorithms import deal_owners
+from tfcdo.training import statistics, step
 
 # A class of optimizers' own `apply`, of an optimizer, gradients and variables.
 Call = Callable[[Any, Sequence[Any], Sequence[Any] | None], Any]
+Function = Callable[..., Any]
+# Attributes of Keras's optimizer, so that its checkpoints have the outer loop's state, and of
+# TensorFlow's variable: the index of its owner's device.
+OUTER_STATE, _OWNER = "tfcdo_outer", "tfcdo_owner"
 
 
-def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
-    """Applies gradients of this replica; `own` is Keras's method."""
+def apply(own: Call, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+    """Stands for an optimizer's `apply`; hosts that train alone meet if it is time to."""
+    variables = None if trainable_variables is None else list(trainable_variables)
+    update = functools.partial(_apply, own, optimizer, grads, variables)
+    here = step.now.step
+    outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
+    if outer is None or here is None or tf.distribute.in_cross_replica_context():
+        return update()
+    if here.alone or here.applies or here.trace is not None:
+        return update()
+    return _between_hosts(optimizer, variables, update)
+
+
+def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
+    """Applies gradients of this replica."""
     strategy = tf.distribute.get_strategy()
     here = step.now.step
     on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
@@ -63,6 +83,39 @@ def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[A
     return optimizer.iterations
 
 
+def _between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
+    """Updates on a host that trains alone; before and after it hosts meet if it is time to."""
+    context = tf.distribute.get_replica_context()
+    begun: list[Any] = []
+
+    @tf.autograph.experimental.do_not_convert
+    def begin(strategy: tf.distribute.Strategy) -> None:
+        if variables is not None:
+            keras_internals.build(optimizer, variables)
+        begun.extend(state.begin() for state in states_of(optimizer))
+        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
+        step.change_all(applies=True)
+
+    @tf.autograph.experimental.do_not_convert
+    def end(strategy: tf.distribute.Strategy) -> None:
+        total = step.change_all(applies=False)[0].total
+        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
+            # Without a batch, hosts count the same.
+            state.end(1 if total is None else total, exchanges)
+
+    context.merge_call(begin)
+    with step.changed(applies=True):
+        result = update()
+    context.merge_call(end)
+    return result
+
+
+def states_of(optimizer: Any) -> list[Any]:
+    """Returns the `diloco.OuterState` of each of an optimizer's parts; none without `outer`."""
+    leaves = [] if optimizer is None else keras_internals.leaves(optimizer)
+    return [getattr(leaf, OUTER_STATE) for leaf in leaves if hasattr(leaf, OUTER_STATE)]
+
+
 def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
     """Raises a ValueError unless an optimizer and its variables are of the strategy's scope."""
     for leaf in (optimizer, *keras_internals.leaves(optimizer)):
@@ -97,7 +150,8 @@ def summed(
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         for i, total in zip(at, sums, strict=True):
             results[i] = total
-            if rows.are_unique(tf_internals.components(grads[i])[0]):
+            first = tf_internals.components(grads[i])[0]
+            if isinstance(first, tf.IndexedSlices) and rows.are_unique(first):
                 devices = strategy.extended.worker_devices
                 parts = tf_internals.components(total)
                 results[i] = step.on_each(devices, rows.add_equal, parts)
@@ -212,7 +266,7 @@ def _update(
         for grad, variable in zip(grads, variables, strict=True):
             pairs[keras_internals.is_overwritten(variable)].append((grad, variable))
         owned, whole = ([*zip(*some, strict=True)] or [(), ()] for some in pairs)
-        sharding.update(strategy, leaf, *owned, *whole)
+        _update_shards(strategy, leaf, *owned, *whole)
 
     # While gradients accumulate, nothing is sent but the scales of float8.
     if shards or leaf.gradient_accumulation_steps:
@@ -257,3 +311,209 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
             accumulator.assign(tf.zeros_like(accumulator.value))
         sums.append(grad)
     return sums
+
+
+# Sharded optimizer state: each variable is updated on one device, which sends it to the others.
+
+
+def check_shards(extended: Any) -> None:
+    """Raises a TypeError unless a strategy sums with one of tfcdo's all-reduce classes."""
+    ops = extended._cross_device_ops
+    if not isinstance(ops, ConfiguredCrossDeviceOps) or ops.is_one_device:
+        raise TypeError(
+            "shard_optimizer_state=True needs cross_device_ops that is one of tfcdo's all-reduce "
+            f"classes, such as tfcdo.AutoAllReduce(), or None; got {ops!r}"
+        )
+
+
+def assign_owners(extended: Any, variables: Sequence[Any]) -> None:
+    """Deals variables to the devices of this host by their bytes, before their slots are made."""
+    values = [keras_internals.value_of(variable) for variable in variables]
+    free = [
+        value
+        for value in values
+        if isinstance(value, tf_internals.DistributedValues) and not hasattr(value, _OWNER)
+    ]
+    sizes = [value.shape.num_elements() * value.dtype.size for value in free]
+    dealt = deal_owners(sizes, len(extended.worker_devices))
+    for value, owner in zip(free, dealt, strict=True):
+        setattr(value, _OWNER, owner)
+
+
+def device_of_slots(extended: Any, variable: Any) -> str | None:
+    """Returns the device on which the slots of a variable are made; None for all devices."""
+    owner = getattr(keras_internals.value_of(variable), _OWNER, None)
+    return None if owner is None else extended.worker_devices[owner]
+
+
+def _update_shards(
+    strategy: tf.distribute.Strategy,
+    leaf: Any,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    overwriting: Sequence[Any] = (),
+    overwritten: Sequence[Any] = (),
+) -> None:
+    """Sums gradients on the owners of their variables, updates these there, and sends them.
+
+    Each replica also overwrites some variables with the largest of the replicas' gradients.
+    """
+    values = [keras_internals.value_of(variable) for variable in variables]
+    owner = [getattr(value, _OWNER) for value in values]
+    devices = strategy.extended.worker_devices
+    grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
+    paths = [keras_internals.path_of(variable) for variable in variables]
+    owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
+    sums = [
+        rows.add_equal(total) if rows.are_unique(tf_internals.components(grad)[0]) else total
+        for total, grad in zip(owned.sums, grads, strict=True)
+    ]
+    # No owner begins before all sums exist, so a step that fails until then changes nothing.
+    ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
+    all_there = [tf.group(*ready)] if ready else []
+    sums = _clipped(leaf, owner, sums, devices)
+    changed: list[Any] = [None] * len(sums)
+    # Slots that are on all devices, and which replicas have written them.
+    slots: dict[int, tuple[Any, list[int]]] = {}
+
+    @tf.autograph.experimental.do_not_convert
+    def on_owner(scales: Sequence[Any]) -> None:
+        here = step.now.step
+        assert here is not None
+        mine = [at for at, index in enumerate(owner) if index == here.replica]
+        written: dict[int, tuple[Any, list[Any]]] = {}
+        with step.changed(alone=True, written=written), tf.control_dependencies(all_there):
+            keras_internals.apply_to_own(
+                leaf,
+                [*(sums[at] for at in mine), *scales],
+                [*(variables[at] for at in mine), *overwritten],
+            )
+            for at in mine:
+                component = values[at].values[here.replica]
+                _, indices = written.get(id(component), (component, [None]))
+                changed[at] = _new_value(leaf, variables[at], component, indices)
+
+            for slot, _ in written.values():
+                if isinstance(slot, tf_internals.DistributedValues):
+                    slots.setdefault(id(slot), (slot, []))[1].append(here.replica)
+
+    strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
+    for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
+        _send(value.values, at, arrived, devices)
+    # Each replica has updated all averages, from its own values of the variables. Slots that Keras
+    # does not know as a variable's are those that only one owner has written, as Adafactor's.
+    of_owners = list(zip(keras_internals.averages(leaf, variables), owner, strict=False))
+    known = {id(value) for value in values} | {id(average) for average, _ in of_owners}
+    of_owners += [
+        (slot, replicas[0])
+        for key, (slot, replicas) in slots.items()
+        if key not in known and len(replicas) == 1
+    ]
+    for slot, at in of_owners:
+        value = slot.values[at].read_value()
+        _send(slot.values, at, [value] * len(devices), devices)
+
+
+def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
+    """Returns a gradient in the dtype of its variable, which is sent back in its place."""
+    parts = tf_internals.components(grad)
+    if all(part.dtype == dtype for part in parts):
+        return grad
+    return step.on_each([part.device for part in parts], lambda part: tf.cast(part, dtype), parts)
+
+
+def _clipped(
+    leaf: Any, owner: Sequence[int], sums: Sequence[Any], devices: Sequence[str]
+) -> list[Any]:
+    """Clips by the norm of all gradients, which no owner has alone."""
+    # Keras clips again by the norm of an owner's part, which is no larger: it changes nothing then.
+    limit = leaf.global_clipnorm
+    if not limit or limit <= 0:
+        return list(sums)
+    # Keras divides by these before it clips.
+    limit *= (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
+    squares = []
+    for total, at in zip(sums, owner, strict=True):
+        with tf.device(devices[at]):
+            squares.append(tf.reduce_sum(tf.square(getattr(total, "values", total))))
+    with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
+        norm = tf.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
+        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
+    clipped = []
+    for total, at in zip(sums, owner, strict=True):
+        with tf.device(devices[at]):
+            factor = tf.cast(scale, total.dtype)
+            if isinstance(total, tf.IndexedSlices):
+                clipped.append(
+                    tf.IndexedSlices(total.values * factor, total.indices, total.dense_shape)
+                )
+            else:
+                clipped.append(total * factor)
+    return clipped
+
+
+def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequence[Any]) -> Any:
+    """Returns a variable's new value, or only the rows that were written, if these were all."""
+    value = tf.convert_to_tensor(component)
+    all_rows = indices[0] is None or any(each is not indices[0] for each in indices)
+    if all_rows or keras_internals.changes_all_rows(leaf, variable):
+        return value
+    return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
+
+
+def _send(
+    components: Sequence[tf.Variable], owner: int, arrived: Sequence[Any], devices: Sequence[str]
+) -> None:
+    """Gives the components of all devices but the owner's their new values."""
+    for index, (component, value) in enumerate(zip(components, arrived, strict=True)):
+        if index == owner:
+            continue
+        with tf.device(devices[index]):
+            if isinstance(value, tf.IndexedSlices):
+                component.scatter_update(value)
+            else:
+                component.assign(value)
+
+
+# Stand before Keras's own.
+
+
+def already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
+    """Stands for `_all_reduce_sum_gradients`: a replica that works alone has the sums."""
+    here = step.now.step
+    is_alone = here is not None and here.alone
+    return list(grads_and_vars) if is_alone else own(optimizer, grads_and_vars)
+
+
+def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
+    """Notes that an optimizer writes a variable, and which rows."""
+    _note(variable, getattr(value, "indices", None))
+    own(optimizer, variable, value)
+
+
+def note_write(own: Function, variable: Any, value: Any) -> Any:
+    """Notes that all of a Keras variable is written."""
+    _note(variable, None)
+    return own(variable, value)
+
+
+def _note(variable: Any, indices: Any) -> None:
+    here = step.now.step
+    if here is not None and here.written is not None:
+        value = keras_internals.value_of(variable)
+        here.written.setdefault(id(value), (value, []))[1].append(indices)
+
+
+def count(own: Function, variable: Any, value: Any) -> Any:
+    """Adds to a Keras variable: optimizers count steps so."""
+    # A step that fails on one replica must not be counted on others, which would then differ.
+    here = step.now.step
+    with tf.control_dependencies(() if here is None else here.counts_after):
+        several = step.current_several()
+        if several is not None and statistics.is_summed(variable.value):
+            # Keras would assign the sum, and K replicas then the old value K times.
+            value = tf.cast(value, variable.dtype)
+            if several.can_be_empty:
+                value = tf.where(several.has_rows, value, tf.zeros_like(value))
+            return variable.value.assign_add(value)
+        return own(variable, value)
