@@ -174,7 +174,6 @@ class _Case:
             lambda replica: (replica, 2),
             lambda replica: (1, 2, 1),
         ]
-        # All dtypes, and all shapes of one of them.
         kinds = [(shape, tf.float32) for shape in shapes]
         kinds += [(shapes[index % 3], dtype) for index, dtype in enumerate(COPIED)]
         given = [

@@ -1,13 +1,12 @@
 """Shared by most tests: eight virtual devices, values on them, ways to call, and oracles.
 
-Importing this module configures the virtual devices, so import it before anything makes a tensor.
-The oracles are numpy in float64 and complex128 (and exact integers); nothing of tfcdo computes what
-tfcdo is compared with.
+Import it before anything makes a tensor: it configures the devices. The oracles are numpy's.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import os
 import shutil
@@ -192,6 +191,22 @@ def call_in_six_threads(work: Callable[[int], None]) -> None:
 def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:
     """The ops that a `tf.function` consists of."""
     return tf.function(body, autograph=False).get_concrete_function().graph.get_operations()
+
+
+def copied_bytes(graph: tf.Graph, devices: Sequence[str]) -> dict[tuple[int, int], int]:
+    """Counts the bytes that a graph copies between devices: each tensor once for each target."""
+    copies = {
+        (tensor.ref(), devices.index(tensor.op.device), devices.index(op.device))
+        for op in graph.get_operations()
+        for tensor in op.inputs
+        if tensor.op.device in devices and op.device in devices and tensor.op.device != op.device
+        if tensor.op.type != "Unpack"  # Keys of collectives.
+    }
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()
+    for tensor, source, target in copies:
+        known = tensor.deref()
+        counts[source, target] += (known.shape.num_elements() or 0) * known.dtype.size
+    return dict(counts)
 
 
 class ValuesMixin:
