@@ -50,8 +50,6 @@ class DemoTest(absltest.TestCase):
 
 
 class CheckTest(absltest.TestCase):
-    """Each check of the demo fails where it should, and the demo with it."""
-
     def test_accuracy(self):
         model = mock.Mock(return_value=tf.one_hot([0, 1, 2, 3], 4))
         images = np.zeros((4, 8, 8, 1), np.float32)

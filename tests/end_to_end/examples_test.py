@@ -53,7 +53,6 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_own_loop(self):
         slopes, height = _load("own_loop").train(tfcdo.MirroredStrategy(["/cpu:0", "/cpu:1"]))
-        # The plane that the targets are on.
         self.assertAllClose([[1], [-2], [0.5]], slopes, atol=0.05)
         self.assertAllClose(3, height, atol=0.05)
 

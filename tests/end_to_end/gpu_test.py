@@ -1,8 +1,4 @@
-"""On GPUs, when there are some: copy trees on parts of one card, NCCL on several cards.
-
-The first card is divided into four logical devices; the others stay whole. Without a GPU all tests
-skip. The same tests run on processors in every other file: here it is the devices that are tested.
-"""
+"""On GPUs, when there are some: copy trees on four parts of the first card, NCCL on all cards."""
 
 from __future__ import annotations
 
@@ -51,7 +47,6 @@ def cards() -> list[str]:
 
 
 def batch(count: int, dtypes: Sequence[tf.DType]) -> list[list[np.ndarray]]:
-    """One array per replica, for each dtype and a few shapes."""
     return [
         # No sum overflows 8 bits.
         [tu.numbers(shape, dtype, 100 * index + rank, limit=15) for rank in range(count)]
