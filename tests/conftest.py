@@ -49,7 +49,6 @@ def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
     left_out = [item for item in items if item.name == "test_session"]
     config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item.name != "test_session"]
-    # The others keep their order.
     items[:] = sorted(kept, key=lambda item: item.path.stem.removesuffix("_test") not in _LONG)
 
 

@@ -36,7 +36,6 @@ class WorkerPoolTest(absltest.TestCase):
                 answers = pool.call("twice", 60, number=number)
                 self.assertEqual([answer["name"] for answer in answers], ["a", "b"])
                 self.assertEqual([answer["twice"] for answer in answers], [2 * number] * 2)
-            # One that ends is named with its last words.
             message = "worker 1 ended with status 1:\n(.*\n)*no more"
             with self.assertRaisesRegex(worker_pool.WorkerLostError, message):
                 pool.call("twice", 60, number=1, end="b")
@@ -44,7 +43,6 @@ class WorkerPoolTest(absltest.TestCase):
 
     def test_a_worker_that_does_not_answer_is_ended(self):
         with worker_pool.start_workers(_COMMAND, _VARIABLES[:1]) as pool:
-            # An error is an answer, too.
             with self.assertRaisesRegex(worker_pool.WorkerError, "^AttributeError: .*'thrice'"):
                 pool.call("thrice", 60)
             (answer,) = pool.call("twice", 60, number=1)

@@ -62,7 +62,6 @@ class WorkersTest(LaunchTestCase):
             self.assertEqual(expected, others)
 
     @parameterized.parameters(
-        # torchrun's names.
         ("--hosts a:7000 --nnodes 1 --node_rank 0 --nproc_per_node 1", ("a:7000",), [0]),
         ("--hosts 'a:7000, b:8000' --index 1", ("a:7000", "b:8000"), [1]),
         (
@@ -183,7 +182,6 @@ class ArgumentsTest(LaunchTestCase):
         ("--workers 1 ''", "'': there is no such script"),
         ("train.py --workers 1", "give before SCRIPT either --workers N"),
         ("--workers 2 --index 0 train.py", "--index needs --hosts"),
-        ("--workers 2 --devices-per-worker 0 train.py", "--devices-per-worker"),
         ("--workers 2 train.py", "with 1 GPU each need 2 GPUs"),
         (
             "--workers 3 --gpus-per-worker 2 train.py",
