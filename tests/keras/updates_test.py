@@ -372,8 +372,7 @@ class GradientsTest(TrainingTestCase):
         for component in variable.value.values:
             self.assertAllClose([1.0 - change, 2.0 - change], component)
 
-    @parameterized.parameters((False, 2), (True, None))
-    def test_float8(self, sharded, accumulation):
+    def test_float8(self):
         def layers() -> list[Any]:
             # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
             policy = keras.dtype_policies.get("float8_from_float32")
@@ -382,15 +381,14 @@ class GradientsTest(TrainingTestCase):
             return [keras.layers.Input((4,)), dense, keras.layers.Dense(2, **options)]
 
         def make() -> Any:
-            inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
+            inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=2)
             return ko.LossScaleOptimizer(inner, 4.0)
 
         options: dict[str, Any] = {"run_eagerly": False, "layers": layers}
         expected = fitted(1, make, **options)
-        model = fitted(2, make, shard_optimizer_state=sharded, **options)
+        model = fitted(2, make, shard_optimizer_state=True, **options)
         self.assert_same_training(expected, model, 1e-5)
-        history = expected.layers[0].inputs_amax_history.numpy()
-        self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
+        self.assertLen(np.flatnonzero(expected.layers[0].inputs_amax_history.numpy()), 2)
 
     def test_threads_trace_steps_of_one_optimizer(self):
         first_to_meet = threading.Semaphore(1)
