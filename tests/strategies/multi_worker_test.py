@@ -114,7 +114,7 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
         return np.stack(strategy.experimental_local_results(total))
 
     with mock.patch.object(tf.raw_ops, "CollectiveReduceV2", counted):
-        check_all_reduces(strategy)
+        check_all_reduces(strategy, tu.MEAN)
         total = summed(1.0)
         traced = len(members)
         np.testing.assert_array_equal(summed(2.0), 2.0 * total)
