@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import numbers
 import os
+import pathlib
 from collections.abc import Iterable
 from typing import Any
 
@@ -46,10 +47,14 @@ def check_number(name: str, value: object) -> None:
         raise TypeError(f"{name} must be a number; got {value!r}")
 
 
-def check_path(name: str, value: object) -> None:
-    """Raises a TypeError unless the argument `name` is a path."""
+def check_path(name: str, value: Any, *suffixes: str) -> pathlib.Path:
+    """Returns the argument `name`, a path that ends in one of the suffixes, if there are any."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path; got {value!r}")
+    path = pathlib.Path(value)
+    if suffixes and path.suffix not in suffixes:
+        raise ValueError(f"{name} must end in {' or '.join(suffixes)}; got {os.fspath(value)!r}")
+    return path
 
 
 def check_type(name: str, value: object, kind: type, maker: str) -> None:

@@ -8,8 +8,9 @@ from __future__ import annotations
 
 import dataclasses
 import os
+import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, TypedDict
+from typing import Any, TypedDict, TypeVar
 
 import tensorflow as tf
 from typing_extensions import Unpack
@@ -25,7 +26,9 @@ from tfcdo.plan.decide import Options
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import measurement
 from tfcdo.topology.measurement import Measured
-from tfcdo.topology.topology import Topology, read_file
+from tfcdo.topology.topology import Topology
+
+_T = TypeVar("_T")
 
 
 class CommonOptions(TypedDict, total=False):
@@ -417,13 +420,8 @@ def _read_topology(given: Any) -> Measured | None:
         raise TypeError(
             f"topology must be a tfcdo.topology.Topology, the path of a file or None; got {given!r}"
         )
-    try:
-        return read_file(given, measurement.parse)
-    except ValueError as error:
-        raise ValueError(
-            "topology must be a file that tfcdo.topology.measure or Topology.to_json has written: "
-            f"{error}"
-        ) from None
+    origin = "tfcdo.topology.measure or Topology.to_json has written"
+    return _read_file("topology", given, measurement.parse, origin)
 
 
 def _check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
@@ -444,9 +442,15 @@ def _read_plan(path: Any) -> Evaluation:
     """Reads the file that the argument `plan` names."""
     if not isinstance(path, (str, os.PathLike)):
         raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
+    return _read_file("plan", path, Evaluation.from_json, "`tfcdo plan --save` has written")
+
+
+def _read_file(name: str, path: Any, parse: Callable[[bytes], _T], origin: str) -> _T:
+    """Returns the parsed content of the file that an argument names."""
     try:
-        return read_file(path, Evaluation.from_json)
-    except ValueError as error:
+        return parse(pathlib.Path(path).read_bytes())
+    except (OSError, ValueError) as error:
+        reason = getattr(error, "strerror", None) or error
         raise ValueError(
-            f"plan must be a file that `tfcdo plan --save` has written: {error}"
+            f"{name} must be a file that {origin}: {os.fspath(path)}: {reason}"
         ) from None

@@ -44,6 +44,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
     (BaseOptimizer, "_iterations", ()),
+    (BaseOptimizer, "_model_variables_moving_average", ()),
     (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
@@ -76,6 +77,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_aggregate_additional_loss", ("self", "loss")),
     (Trainer, "compute_loss", ("self", "x", "y", "y_pred", "sample_weight")),
     (Trainer, "fit", ("self", "x")),
+    (keras.Variable, "assign", ("self", "value")),
     (keras.Variable, "assign_add", ("self", "value")),
     (Trainer, "train_on_batch", ("self", "x", "return_dict")),
     (Trainer, "test_on_batch", ("self", "x", "return_dict")),
@@ -95,6 +97,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFEpochIterator, "steps_per_execution", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
+    (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
     *(
         (_random, name, parameters)
@@ -205,28 +208,10 @@ def changes_all_rows(leaf: Any, variable: Any) -> bool:
     )
 
 
-def slots_on_all_devices(leaf: Any, variables: Sequence[Any]) -> list[tuple[Any, int]]:
-    """Returns slots that are on all devices and the index of the variable that each belongs to."""
-    # Keras makes most slots with a reference to their variable; these it makes without one.
-    known = {id(value_of(one)): at for at, one in enumerate(variables)}
-    of_all = trainable_variables(leaf)
-    found = []
-    for name, slots in vars(leaf).items():
-        if name in ("_trainable_variables", "_accumulated_gradients"):
-            continue
-        if not isinstance(slots, (list, tuple)) or len(slots) != len(of_all):
-            continue
-        for slot, variable in zip(slots, of_all, strict=True):
-            value = value_of(slot) if isinstance(slot, keras.Variable) else None
-            at = known.get(id(value_of(variable)))
-            if (
-                at is not None
-                and value is not None
-                and hasattr(value, "values")
-                and len(slot.shape)
-            ):
-                found.append((value, at))
-    return found
+def averages(leaf: Any, variables: Sequence[Any]) -> list[Any]:
+    """Returns the moving average of each of some variables; none without `use_ema`."""
+    of_all = leaf._model_variables_moving_average if leaf.use_ema else ()
+    return [value_of(of_all[leaf._get_variable_index(one)]) for one in variables if of_all]
 
 
 def apply_to_own(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> None:
@@ -345,6 +330,16 @@ def is_shuffled(iterator: Any) -> bool:
     """Returns whether Keras shuffles the data of a model's iterator."""
     adapter = iterator.data_adapter
     return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
+
+
+def notes_epochs(iterator: Any) -> bool:
+    """Returns whether the data of a model's iterator is a PyDataset that is told of epochs."""
+    data = getattr(iterator.data_adapter, "py_dataset", None)
+    names = ("on_epoch_begin", "on_epoch_end")
+    return data is not None and any(
+        getattr(type(data), name, None) is not getattr(keras.utils.PyDataset, name, None)
+        for name in names
+    )
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:

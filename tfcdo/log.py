@@ -1,4 +1,4 @@
-"""What users read: log lines that appear once, and bytes and seconds with their units."""
+"""What users read: log lines that appear once, and numbers with their units."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ def warn_once(message: str) -> None:
 def info_once(message: str) -> None:
     """Logs a piece of information the first time that this process calls it with this message."""
     logging.info("tfcdo: %s", message)
+
+
+def format_count(number: int, noun: str) -> str:
+    """Writes a number of things, such as "1 pack" or "3 packs"."""
+    return f"{number} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(size: int) -> str:

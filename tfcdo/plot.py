@@ -7,7 +7,6 @@ import io
 import itertools
 import math
 import os
-import pathlib
 import textwrap
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
@@ -19,7 +18,7 @@ from matplotlib.figure import Figure
 from PIL import Image
 
 from tfcdo import checks
-from tfcdo.log import format_bytes
+from tfcdo.log import format_bytes, format_count
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan
 from tfcdo.plan.simulator import check_plan
@@ -79,7 +78,7 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     figure = _make_figure(sum(widths), max(5.2, 1.55 * rows + 0.8), title)
     areas: Any = figure.subfigures(1, 2, width_ratios=widths)
     left, right = areas
-    name = f"{topology.name}: {_count(topology.num_devices, 'device')}"
+    name = f"{topology.name}: {format_count(topology.num_devices, 'device')}"
     left.suptitle(name, fontsize=12, parse_math=False)
     positions = _place_devices(topology)
     _draw_machine(left.add_subplot(), topology, positions)
@@ -89,17 +88,15 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
         _draw_tree(axes, tree, topology, positions, colors[tree.root])
         size = sum(plan.packs[index].num_sent_bytes for index in packs)
         axes.set_title(f"{_name_packs(packs)}\n{format_bytes(size)}", fontsize=8)
+    trees = format_count(len(groups), "copy tree")
     more = f", {len(shown)} of them shown" if len(shown) < len(groups) else ""
-    right.suptitle(f"{_count(len(groups), 'copy tree')}{more}: arrows up to the root", fontsize=12)
+    right.suptitle(f"{trees}{more}: arrows up to the root", fontsize=12)
     return figure
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """Writes a figure to a file, .svg or .png; the same plan gives the same file."""
-    checks.check_path("path", path)
-    path = pathlib.Path(path)
-    if path.suffix not in (".svg", ".png"):
-        raise ValueError(f"path must end in .svg or .png; got {str(path)!r}")
+    path = checks.check_path("path", path, ".svg", ".png")
     _fix_layout(figure)
     if path.suffix == ".svg":
         for artist in figure.findobj():
@@ -145,10 +142,6 @@ def _device_colors(num_devices: int) -> list[Color]:
 def _name_packs(packs: Sequence[int]) -> str:
     names = ", ".join(map(str, packs[:3])) + (", ..." if len(packs) > 3 else "")
     return f"pack {names}" if len(packs) == 1 else f"packs {names}"
-
-
-def _count(number: int, noun: str) -> str:
-    return f"{number} {noun}" + ("" if number == 1 else "s")
 
 
 def _draw_tree(

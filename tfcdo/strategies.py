@@ -23,7 +23,7 @@ from tfcdo.exchange.casts import check_exchange
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
-from tfcdo.execute.request import check_cross_device_ops, check_device
+from tfcdo.execute.request import check_cross_device_ops, check_device, check_options
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
@@ -531,9 +531,7 @@ def _prepare(
     if cluster is None or len(cluster.tasks) == 1:
         return ""
     if not has_gpus:
-        virtual_devices.configure_threads(
-            devices_per_worker or virtual_devices.devices_here(None)[1]
-        )
+        virtual_devices.configure_threads(own_settings["devices_per_worker"])
     settings = {
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,
@@ -575,11 +573,7 @@ def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
 
 def _check_host_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
     """Raises an error for arguments of `MultiWorkerMirroredStrategy` of another type."""
-    if not isinstance(options, tf_internals.OPTIONS_TYPE):
-        raise TypeError(
-            "communication_options must be a tf.distribute.experimental.CommunicationOptions or "
-            f"None; got {options!r}"
-        )
+    check_options(options, "communication_options")
     if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
         raise TypeError(
             "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "

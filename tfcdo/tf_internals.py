@@ -268,13 +268,13 @@ def device_types_with_kernel(op_name: str) -> frozenset[str]:
 
 
 @functools.cache
-def dtypes_of_op(op_name: str, attribute: str) -> frozenset[tf.DType]:
-    """Returns the dtypes that an op allows for an attribute; empty if it takes any dtype."""
+def dtypes_of_op(op_name: str) -> frozenset[tf.DType]:
+    """Returns the dtypes that an op allows for its attribute T; empty if it takes any dtype."""
     definition = _op_def_registry.get(op_name)
     return frozenset(
         tf.as_dtype(number)
         for known in (definition.attr if definition else ())
-        if known.name == attribute
+        if known.name == "T"
         for number in known.allowed_values.list.type
     )
 
@@ -488,16 +488,14 @@ class KeyValueStore:
                 written.set_exception(error)
 
 
-def preemption_notice(timeout: float) -> str | None:
-    """Waits up to `timeout` seconds for TensorFlow's notice that a host will be taken away."""
-    milliseconds = max(1, round(timeout * 1000))
+def has_preemption_notice() -> bool:
+    """Returns whether TensorFlow has given notice that a host will be taken away."""
+    key, milliseconds = "TF_DEFAULT_PREEMPTION_NOTICE_KEY", 10
     try:
-        notice = _context.context().get_config_key_value(
-            "TF_DEFAULT_PREEMPTION_NOTICE_KEY", milliseconds
-        )
+        _context.context().get_config_key_value(key, milliseconds)
     except tf.errors.OpError:
-        return None
-    return str(notice)
+        return False
+    return True
 
 
 def abort_collectives(late: bool, reason: str) -> None:

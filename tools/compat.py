@@ -90,8 +90,7 @@ def readme_rows(rows: Rows) -> Iterator[Sequence[str]]:
 def _measure(library: str) -> Iterator[Row]:
     names = pages.with_progress([*WORK], lambda name: f"{library}, {name}")
     calls = ({"name": name} for name in names)
-    quiet = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": ""}
-    for row in pages.call_apart([__file__, library], calls, SECONDS, **quiet):
+    for row in pages.call_apart([__file__, library], calls, SECONDS):
         yield row or Row("✗", f"crashes or hangs (over {SECONDS:g} s)")
 
 

@@ -22,8 +22,7 @@ from sklearn.datasets import load_digits
 
 import tfcdo
 from tfcdo.bench import worker_pool
-from tfcdo.bench.hosts import open_link, shared_link
-from tfcdo.cluster.config import reserved_ports, tf_config
+from tfcdo.bench.hosts import open_link, shared_link, start_hosts
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 
 _BATCH_PER_HOST = 32
@@ -117,13 +116,11 @@ def _measure(
     model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = 300
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
-    quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
-    with open_link(rate * 1e6 / 8) as opened, reserved_ports(hosts) as addresses:
-        command = [*opened.command, sys.executable, __file__, training]
-        configs = [tf_config(addresses, host) for host in range(hosts)]
-        variables = [{**quiet, "TF_CONFIG": config} for config in configs]
-        with worker_pool.start_workers(command, variables) as pool:
-            results = pool.call("train", 1200.0, model_name=model, steps=steps)
+    with (
+        open_link(rate * 1e6 / 8) as link,
+        start_hosts(link, hosts, __file__, training) as pool,
+    ):
+        results = pool.call("train", 1200.0, model_name=model, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
     return dict(results[0])
 

@@ -23,6 +23,7 @@ def call_apart(
     command: Sequence[str], calls: Iterable[Mapping[str, Any]], seconds: float, **variables: str
 ) -> Iterator[Any]:
     """Yields the results of `run` in a process that serves it; None if a call ends or hangs it."""
+    variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **variables}
     pool = None
     with contextlib.ExitStack() as process:
         for call in calls:

@@ -60,7 +60,7 @@ class Strategy:
 
 def outcome(name: str, kind: str) -> Any:
     """Runs one program in a process of its own; returns its numbers, or its error."""
-    legacy = {"TF_USE_LEGACY_KERAS": f"{name in _WITH_KERAS_2:d}", "TF_CPP_MIN_LOG_LEVEL": "3"}
+    legacy = {"TF_USE_LEGACY_KERAS": f"{name in _WITH_KERAS_2:d}"}
     (result,) = pages.call_apart([__file__, kind], [{"name": name}], _SECONDS, **legacy)
     return result or f"no result in {_SECONDS} s"
 

@@ -47,11 +47,6 @@ class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
         self.assertLen(workload.shapes, num_values)
         self.assertEqual((workload.count, workload.size), (count, 2 * count))
 
-    def test_sizes(self):
-        self.assertEqual(list(workloads.sizes(8, 512, 4)), [8, 32, 128, 512])
-        self.assertEqual(list(workloads.sizes(8, 500, 4)), [8, 32, 128])
-        self.assertEqual(workloads.one_value(31, "float64").size, 24)
-
     @parameterized.parameters(*workloads.DTYPES.values())
     def test_sums_are_exact_in_every_dtype(self, dtype: str):
         workload = workloads.Workload("w", ((1000,),), dtype)
@@ -137,18 +132,6 @@ class StepTest(tf.test.TestCase):
                 step = measure.build(measure.Data(_SMALL, chosen), one)
                 self.assertEqual(step.num_wrong, 0, one.name)
         self.assertEqual(by_nccl, ["tfcdo.NcclAllReduce", "tf.NcclAllReduce", *names[1:3]])
-
-    def test_the_default_of_a_strategy(self):
-        self.assertIsNone(_implementation("tf.CollectiveAllReduce").ops)
-        strategy = tf.distribute.MirroredStrategy(["CPU:0", "CPU:1"])
-        default = strategy.extended._get_cross_device_ops(tf.constant(0.0))
-        self.assertEqual(type(default).__name__, "CollectiveAllReduce")
-
-    def test_the_dtype_on_the_wire(self):
-        cast = _implementation("tfcdo.AutoAllReduce(wire_dtype='bfloat16')")
-        self.assertEqual((cast.wire("float32"), cast.wire("int32")), ("bfloat16", None))
-        for name in ("tfcdo.AutoAllReduce", "tf.ReductionToOneDevice"):
-            self.assertIsNone(_implementation(name).wire("float32"))
 
     def test_the_graph_is_a_tenth_of_tensorflows(self):
         data = measure.Data(workloads.gradients_of("mobilenet"), choose_devices(4))

@@ -22,7 +22,7 @@ from tfcdo.plan.plan import plan_of_bytes
 from tfcdo.topology import measurement
 from tfcdo.topology.links import Link, Resource
 from tfcdo.topology.presets import preset
-from tfcdo.topology.topology import Topology, read_file
+from tfcdo.topology.topology import Topology
 
 _TABLE = """\
         GPU0    GPU1    CPU Affinity    NUMA Affinity
@@ -192,7 +192,7 @@ class SavedTest(CommandTestCase):
         arguments = ["-t", "pcie:3", "-b", "10MB", "-a", algorithm, "--save", str(path)]
         arguments += ["--num-packs", str(num_packs)] if num_packs else []
         self.assertIn(f" in {path}\n", self.output_of("plan", *arguments))
-        found = read_file(path, Evaluation.from_json)
+        found = Evaluation.from_json(path.read_bytes())
         self.assertEqual((found.topology, found.algorithm), (machine, algorithm))
         wanted = algorithms.make_plan(found.resolved, machine, 10**7, num_packs)
         for one, other in zip(found.plan.packs, wanted.packs, strict=True):

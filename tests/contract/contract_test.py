@@ -228,6 +228,18 @@ class BatchReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
 
 class ValuesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    @parameterized.product(name=tuple(algorithms.CLASSICS), count=(1, 3, 8))
+    def test_each_algorithm(self, name, count):
+        arrays = [
+            [tu.numbers(shape, tf.float32, seed) for seed in range(count)]
+            for shape in ((7, 3), (29,))
+        ]
+        ops = tfcdo.AllReduceCrossDeviceOps(name, num_packs=9)  # A pack for each tree.
+        results = tu.all_reduce(ops, SUM, [tu.per_replica(own) for own in arrays])
+        for own, result in zip(arrays, results, strict=True):
+            self.assert_bitwise_equal(result.values)
+            self.assert_exact(result.value, tu.oracle(SUM, own), tf.float32)
+
     @parameterized.parameters(
         *zip(SETTINGS.values(), (SUM, MEAN, MEAN), (None, [None, 2], [3, None]), (3, 2, 5))
     )

@@ -124,24 +124,6 @@ class NcclTest(GpuTest):
         for _ in range(3):
             self.check(ops, reduce_op, mode, cards(), dtypes)
 
-    def test_a_function_called_twice_in_one_step(self):
-        ops = tfcdo.NcclAllReduce(require_nccl=True)
-        count = len(CARDS)
-
-        def one(*own: tf.Tensor) -> Sequence[tf.Tensor]:
-            value = tu.per_replica(own, cards())
-            return ops.reduce(SUM, value, value).values
-
-        inner = tf.function(one, autograph=False)
-        first = [tf.fill([5], float(rank)) for rank in range(count)]
-        second = [100 * value for value in first]
-        step = tf.function(lambda: (inner(*first), inner(*second)[-1]), autograph=False)
-        total = sum(range(count))
-        for _ in range(20):
-            results, last = step()
-            self.assertAllEqual(np.full([count, 5], total), results)
-            self.assertAllEqual(np.full([5], 100 * total), last)
-
     def test_a_thousand_steps(self):
         ops = tfcdo.NcclAllReduce(2, require_nccl=True)
         value = tu.per_replica([tf.ones([1000])] * len(CARDS), cards())

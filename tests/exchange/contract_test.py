@@ -15,7 +15,6 @@ from wire_bounds import block_error_bound, error_bound
 from tfcdo.exchange import (
     Blocks,
     Cast,
-    Collective,
     DiLoCo,
     Exchange,
     PowerSGD,
@@ -28,7 +27,6 @@ from tfcdo.exchange.casts import BY_NAME
 
 _REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": []}
 
-KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
 
@@ -109,10 +107,6 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
             for total in sums:
                 self.assertAllLessEqual(np.abs(total - 2.0 * np.float32(number)), bound)
         self.check_that_nothing_is_lost(case, rehearsal, steps, results)
-
-    def test_bytes_of_a_collective(self):
-        found = [[Collective(kind, 1200).bytes_sent(hosts) for kind in KINDS] for hosts in (2, 3)]
-        self.assertEqual(found, [[1200, 600, 1200, 600], [1600, 800, 2400, 800]])
 
 
 @dataclasses.dataclass(frozen=True)

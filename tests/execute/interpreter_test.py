@@ -95,9 +95,6 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([np.arange(6.0) * 10] * 4, ops.reduce(tu.SUM, value, value).values)
         told = ops.explain(((6,),), devices=[f"/cpu:{i}" for i in range(4)])
         self.assertEqual([first, second, first], [pack.tree for pack in told.packs])
-        [three] = values_on(3, ())
-        with self.assertRaisesRegex(ValueError, "must span the 3 devices"):
-            ops.batch_reduce(tu.SUM, [(three, three)])
 
     def test_packing(self):
         """One value is not copied; TensorFlow 2.21 mixes up sizes of 32 bits in eager threads."""

@@ -26,7 +26,6 @@ from tfcdo import log
 from tfcdo.plan import decide
 from tfcdo.topology import detection, measurement
 from tfcdo.topology.presets import preset
-from tfcdo.topology.topology import read_file
 
 K = 4  # How many devices, where their number is not what is tested.
 _environment = contextlib.ExitStack()
@@ -359,7 +358,7 @@ class AutoTest(tf.test.TestCase):
         sizes = (2**12, 2**16)
         with mock.patch.object(measurement, "_NCCL_SIZES", sizes):
             measurement.measure(tu.device_names(K), path=self.folder / "mine.json")
-        found = read_file(self.folder / "mine.json", measurement.parse)
+        found = measurement.parse((self.folder / "mine.json").read_bytes())
         self.assertEqual(tuple(size for size, _ in found.nccl), sizes)
         self.assertTrue(all(seconds > 0 for _, seconds in found.nccl))
 

@@ -16,7 +16,7 @@ from tfcdo.plan.algorithms import resized
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import detection
 from tfcdo.topology.presets import preset
-from tfcdo.topology.topology import Topology, read_file
+from tfcdo.topology.topology import Topology
 
 K = 4
 
@@ -42,7 +42,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assert_exact(result.values[0], tu.oracle(tu.SUM, arrays), tf.float32)
         self.assert_bitwise_equal(result.values)
         told = ops.explain([(10**6,)], devices=tu.device_names(K))
-        planned = resized(read_file(path, Evaluation.from_json).plan, 10**6)
+        planned = resized(Evaluation.from_json(pathlib.Path(path).read_bytes()).plan, 10**6)
         self.assertEqual([pack.tree for pack in told.packs], [p.tree for p in planned.packs])
         self.assertEqual(
             [pack.num_bytes for pack in told.packs], [4 * p.num_bytes for p in planned.packs]
@@ -88,6 +88,7 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             ("{}", "missing required field"),
             (text.replace('"start": 0', '"start": 1'), "must begin at 0"),
             (text.replace("[null,", "[1,"), "root"),
+            (text.replace('\n  "num_devices": ', '\n  "num_devices": 9'), "num_devices must be"),
             (text.replace('["0 out"', '["nowhere"'), "must hold names"),
         ):
             damaged.write_text(content)

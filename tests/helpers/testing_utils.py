@@ -213,12 +213,7 @@ class ValuesMixin:
     """Assertions on results, for `tf.test.TestCase`."""
 
     def assert_exact(self: Any, actual: Any, expected: np.ndarray, dtype: tf.DType) -> None:
-        """Asserts that a tensor is an exact result, rounded.
-
-        The sum of the tests' values is exact. A mean's quotient is rounded, and a mean of 16
-        bits once more; and TensorFlow's graphs multiply by the divisor's reciprocal, which is
-        rounded too. Complex numbers are divided in several steps.
-        """
+        """Asserts an exact sum; or a mean, rounded as TensorFlow's graphs round its quotient."""
         self.assertEqual(dtype, actual.dtype)
         self.assertEqual(expected.shape, tuple(actual.shape))
         error = np.abs(exact(actual) - expected)

@@ -42,16 +42,27 @@ class _End(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+class _Slower(keras.callbacks.LearningRateScheduler):
+    """Multiplies the learning rate in each epoch, and before each batch."""
+
+    def __init__(self) -> None:
+        super().__init__(lambda epoch, rate: 0.8 * rate)
+
+    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+        rate = self.model.optimizer.learning_rate
+        rate.assign(0.97 * rate)
+
+
 def _layers(exact: bool) -> list[Any]:
     layers = keras.layers
     own_of_each = [layers.BatchNormalization(), layers.Dropout(0.3)] if exact else []
     return [layers.Input([4]), layers.Dense(5, "tanh"), *own_of_each, layers.Dense(1)]
 
 
-def _optimizer() -> keras.Optimizer:
-    rate = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
+def _optimizer(rate: Any = None) -> keras.Optimizer:
+    schedule = keras.optimizers.schedules.ExponentialDecay(0.1, 3, 0.9)
     return keras.optimizers.Adam(
-        rate, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2
+        rate or schedule, use_ema=True, ema_momentum=0.9, gradient_accumulation_steps=2
     )
 
 
@@ -76,6 +87,7 @@ class _Training:
         data: str = "resumable",
         lossy: bool = False,
         sharded: bool = False,
+        rate: float | None = None,
     ) -> None:
         strategy = tf.distribute.get_strategy()
         if replicas > 1:
@@ -87,7 +99,7 @@ class _Training:
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
             options = {"metrics": ["mae"], "steps_per_execution": at_once}
-            self.model.compile(_optimizer(), "mse", run_eagerly=not lossy, **options)
+            self.model.compile(_optimizer(rate), "mse", run_eagerly=not lossy, **options)
         steps = None if data == "finite" else _STEPS
         options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
         history = self.model.fit(_data(data), epochs=_EPOCHS, **options)
@@ -145,6 +157,33 @@ class ExactTest(BackupTestCase):
         self.assert_bitwise_equal(_undisturbed(**expected), training)
         self.assertEqual(0 in training.logs, faults[-1] <= _STEPS)
         self.assertFalse(self.folder.exists())
+
+    @parameterized.parameters(
+        (1, 7, lambda: [_Slower()]),
+        # A backup at the end of an epoch, whose weights are swapped until the next one begins.
+        ("epoch", 7, lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]),
+        ("epoch", 7, lambda: [_Slower()]),
+    )
+    def test_callbacks_that_change_the_model(self, save_freq, after, make):
+        """They are called again for the first batches of the epoch."""
+        options: Any = {"exact": False, "rate": 0.1}
+        self.interrupted(after, *make(), self.backup(save_freq=save_freq), **options)
+        training = _Training(*make(), self.backup(save_freq=save_freq), **options)
+        self.assert_bitwise_equal(_Training(*make(), **options), training)
+
+    def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
+        def stop(epoch: int, logs: Any) -> None:
+            training.model.stop_training = epoch == 1
+
+        training = mock.Mock()
+        end = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+        end.set_model = lambda model: setattr(training, "model", model)
+        callbacks: Any
+        for callbacks in ([end], []), ([], [end]):  # Before the backup, or after it.
+            backups = self.backup(delete_checkpoint=False)
+            _Training(*callbacks[0], backups, *callbacks[1], exact=False)
+            self.assertIn("epoch-00002-batch-00000000.npz", self.names())
+            shutil.rmtree(self.folder)
 
     def test_on_other_numbers_of_replicas(self):
         """Amid an accumulation, after odd numbers of batches; the state is sharded."""
@@ -263,6 +302,27 @@ class BadInputTest(BackupTestCase):
             training = pool.submit(lambda: _Training(self.backup(), exact=False)).result()
         self.assertRegex(info.call_args.args[0], "SIGTERM makes no backup, because fit was not")
         self.assert_bitwise_equal(_undisturbed(exact=False), training)
+
+    @parameterized.parameters(
+        (True, False, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
+        (False, True, "its on_epoch_begin or on_epoch_end.* may reorder the batches; use "),
+        (False, False, None),
+    )
+    def test_a_pydataset_in_another_order(self, shuffle, reorders, message):
+        class Data(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 2
+
+            def __getitem__(self, index: int) -> Any:
+                return np.ones([3, 4]), np.ones([3, 1])
+
+        if reorders:
+            Data.on_epoch_end = lambda self: None
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+        with mock.patch.object(log, "warn_once") as warn:
+            model.fit(Data(), shuffle=shuffle, verbose=0, callbacks=[self.backup()])
+        self.assertRegex("".join(call.args[0] for call in warn.call_args_list), message or "^$")
 
     @parameterized.parameters(
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),

@@ -6,6 +6,7 @@ import gc
 import weakref
 from collections.abc import Callable
 from typing import Any
+from unittest import mock
 
 import keras
 import numpy as np
@@ -15,6 +16,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase, dense_data, dense_layers, model_of, strategy_of
 
 import tfcdo
+from tfcdo import log
 
 
 def trained_on_sentences(
@@ -137,6 +139,28 @@ class LossesTest(TrainingTestCase):
             return model
 
         self.assert_same_training(fitted(1), fitted(2))
+
+    @parameterized.parameters(
+        (keras.losses.MeanSquaredError(), False), (lambda y, x: tf.reduce_mean((y - x) ** 2), True)
+    )
+    def test_own_train_step_without_a_loss_of_keras(self, loss_fn, warns):
+        """As in Keras's VAE: its mean counts once for each replica, which a warning says."""
+
+        class Own(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                with tf.GradientTape() as tape:
+                    loss = loss_fn(y, self(x))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return {"weights": tf.reduce_sum(variables[0])}
+
+        with strategy_of(2).scope():
+            model = Own(dense_layers())
+            model.compile("sgd")
+        with mock.patch.object(log, "warn_once") as warn:
+            model.fit(*dense_data(8), verbose=0)
+        self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
 
     @parameterized.parameters(
         (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})

@@ -130,6 +130,30 @@ class UpdatesTest(TrainingTestCase):
         with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
             trained_eagerly(2, accumulating, shard_optimizer_state=True)
 
+    def test_slots_that_keras_does_not_know_as_a_variables(self):
+        """The other devices, and files, get them from the owner of the variable."""
+
+        class Scaled(ko.Optimizer):
+            def build(self, variables: Any) -> None:
+                super().build(variables)
+                self.norms = [self.add_variable(()) for _ in variables]
+                self.sums = {v.path: [self.add_variable(v.shape)] for v in variables}
+
+            def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
+                at = self._get_variable_index(variable)
+                [total] = list(self.sums.values())[at]
+                self.norms[at].assign(0.5 * self.norms[at] + keras.ops.norm(gradient))
+                self.assign_add(total, gradient)
+                self.assign_sub(variable, learning_rate * total / (1 + self.norms[at]))
+
+        make = functools.partial(Scaled, 0.1)
+        model = trained_eagerly(2, make, shard_optimizer_state=True)
+        self.assert_same_training(trained_eagerly(1, make), model)
+        slots = [slot for slot in model.optimizer.variables if hasattr(slot.value, "values")]
+        self.assertLen(slots, 6)  # With the counter and the learning rate.
+        for slot in slots:
+            self.assert_bitwise_equal([one.read_value() for one in slot.value.values])
+
 
 class OwnLoopTest(TrainingTestCase):
     def test_nothing_is_sent_while_gradients_accumulate(self):
@@ -372,7 +396,8 @@ class GradientsTest(TrainingTestCase):
         for component in variable.value.values:
             self.assertAllClose([1.0 - change, 2.0 - change], component)
 
-    def test_float8(self):
+    @parameterized.parameters((True, 2), (False, None))
+    def test_float8(self, sharded, accumulation):
         def layers() -> list[Any]:
             # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
             policy = keras.dtype_policies.get("float8_from_float32")
@@ -381,14 +406,15 @@ class GradientsTest(TrainingTestCase):
             return [keras.layers.Input((4,)), dense, keras.layers.Dense(2, **options)]
 
         def make() -> Any:
-            inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=2)
+            inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
             return ko.LossScaleOptimizer(inner, 4.0)
 
         options: dict[str, Any] = {"run_eagerly": False, "layers": layers}
         expected = fitted(1, make, **options)
-        model = fitted(2, make, shard_optimizer_state=True, **options)
+        model = fitted(2, make, shard_optimizer_state=sharded, **options)
         self.assert_same_training(expected, model, 1e-5)
-        self.assertLen(np.flatnonzero(expected.layers[0].inputs_amax_history.numpy()), 2)
+        history = expected.layers[0].inputs_amax_history.numpy()
+        self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
 
     def test_threads_trace_steps_of_one_optimizer(self):
         first_to_meet = threading.Semaphore(1)

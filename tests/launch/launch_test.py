@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import re
 import shlex
 import sys
 from unittest import mock
@@ -130,12 +129,6 @@ class OutputTest(LaunchTestCase):
             for text, expected in ((result.stdout, out), (result.stderr, errors)):
                 own = [line for line in text.splitlines() if line.startswith(prefix)]
                 self.assertEqual(own, [prefix + line for line in expected])
-
-    def test_prefixes_have_colours_where_a_terminal_has(self):
-        self.variables("--workers", "2", FORCE_COLOR="1", TERM="xterm")
-        pattern = rb"(\x1b\[\d+m)worker \d \| \x1b\[0m"
-        colours = [re.fullmatch(pattern, spec.error_prefix)[1] for spec in self.specs]  # type: ignore[index]
-        self.assertLen({*colours}, 2)
 
     def test_output_that_nobody_takes_ends_the_job(self):
         process = self.start(

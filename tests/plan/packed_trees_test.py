@@ -45,7 +45,6 @@ class RatiosTest(plan_testing.PlanTestCase):
             (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
             (preset("nvswitch"), {100 * MB: 1.28}),
             (draw_machine(9, 2), {GB: 1.15}),
-            (DGX1.subset((0, 1, 5, 6)), {GB: 1.085}),
             (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
         ),
     )

@@ -97,12 +97,6 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(ValueError, r"must have batches.*call \.batch\(n\) on it"):
             parts.cut(_Dataset.range(5), 0, 2, 2)
 
-    def test_a_strategy_hands_out_these_parts(self):
-        strategy = strategy_of(5)
-        distributed = strategy.experimental_distribute_dataset(_Dataset.range(17).batch(12))
-        rows = [[len(part) for part in batch.values] for batch in distributed]
-        self.assertEqual([[3, 3, 2, 2, 2], [1] * 5], rows)
-
 
 class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     # Whether hosts that make such a dataset may draw other orders, and are warned.

@@ -146,13 +146,6 @@ class RecordTest(absltest.TestCase):
 
 
 class FiguresTest(tf.test.TestCase):
-    def test_a_training_and_the_picture(self):
-        losses, accuracy = figures.train_digits(tf.distribute.get_strategy(), 2, num_tests=397)
-        self.assertLess(losses[1], losses[0])
-        self.assertGreater(accuracy, 0.2)  # Of ten digits.
-        drawn = figures.draw("loss", dict.fromkeys(figures.STYLES["loss"], losses))
-        self.assertLen(drawn.axes[0].lines, 3)
-
     def test_error_feedback_descends_where_rounding_stops(self):
         names = ("bfloat16", "bfloat16, error feedback")
         losses = {name: figures.badly_scaled_losses(name, 150) for name in names}

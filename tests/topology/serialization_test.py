@@ -46,6 +46,7 @@ class JsonTest(parameterized.TestCase):
     @parameterized.parameters(
         ("name", 5, "name: expected `str`; got 5"),
         ("num_devices", 1000, "each ordered pair of the 1000 devices once, 999000 links; got 2"),
+        ("num_devices", 2**70, f"each ordered pair of the {2**70} devices once"),
         ("addition_bandwidth", "1e9", 'addition_bandwidth: expected `float . null`; got "1e9"'),
         ("addition_bandwith", 1e9, "field `addition_bandwith` .fields: format, .*, links.;"),
         ("resources.1", "wire", 'resources.1.: .*`object` .fields: name, bandwidth.; got "wire"'),

@@ -67,28 +67,18 @@ def run(
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
         ALONE: ALONE,
     }
-    command = [*opened.command, sys.executable, "-m", "tfcdo.bench.hosts"]
-    command += [str(num_devices), str(num_blocks)]
-    with reserved_ports(num_workers) as addresses:
-        variables = [
-            {
-                "TF_CONFIG": tf_config(addresses, index),
-                "TF_CPP_MIN_LOG_LEVEL": "2",
-                "CUDA_VISIBLE_DEVICES": "",
-            }
-            for index in range(num_workers)
-        ]
-        with worker_pool.start_workers(command, variables) as pool:
-            gradient_bytes, *_ = pool.call("gradient_bytes", _TIMEOUT)
+    program = "-m", "tfcdo.bench.hosts", str(num_devices), str(num_blocks)
+    with start_hosts(opened, num_workers, *program) as pool:
+        gradient_bytes, *_ = pool.call("gradient_bytes", _TIMEOUT)
 
-            def step(kind: str) -> tuple[float, int]:
-                before = opened.count_bytes()
-                # A step ends when the slowest worker's does.
-                seconds = max(pool.call("step", _TIMEOUT, name=kind))
-                return seconds, opened.count_bytes() - before
+        def step(kind: str) -> tuple[float, int]:
+            before = opened.count_bytes()
+            # A step ends when the slowest worker's does.
+            seconds = max(pool.call("step", _TIMEOUT, name=kind))
+            return seconds, opened.count_bytes() - before
 
-            steps = {kind: functools.partial(step, kind) for kind in names}
-            taken = results.take_turns(steps, iterations, warmup, track)
+        steps = {kind: functools.partial(step, kind) for kind in names}
+        taken = results.take_turns(steps, iterations, warmup, track)
     return [
         results.Measurement(
             name,
@@ -159,6 +149,18 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
 def shared_link() -> Loopback:
     """Returns the machine's own loopback interface, which other programs also use."""
     return Loopback((), pathlib.Path("/proc/net/dev"))
+
+
+@contextlib.contextmanager
+def start_hosts(link: Loopback, count: int, *arguments: str) -> Iterator[worker_pool.WorkerPool]:
+    """Starts Python with the same arguments for each host of a TF_CONFIG, without GPUs."""
+    command = [*link.command, sys.executable, *arguments]
+    quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
+    with reserved_ports(count) as addresses:
+        configs = [tf_config(addresses, index) for index in range(count)]
+        variables = [{**quiet, "TF_CONFIG": config} for config in configs]
+        with worker_pool.start_workers(command, variables) as pool:
+            yield pool
 
 
 class _TensorFlowExtended(tf_internals.MultiWorkerExtended):

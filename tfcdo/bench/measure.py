@@ -18,7 +18,7 @@ import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import results, workloads
 from tfcdo.bench.devices import ChosenDevices
-from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
+from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW, WANTED
 from tfcdo.exchange import dtypes
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan.decide import Options
@@ -51,7 +51,6 @@ _NAMES = {
     "tfcdo": tfcdo,
     "tf": types.SimpleNamespace(**vars(tf.distribute), distribute=tf.distribute),
 }
-_WANTED = "write all, tfcdo, tf, or Python such as tfcdo.AutoAllReduce() or tf.NcclAllReduce()"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -126,9 +125,9 @@ def parse(name: str) -> list[Implementation]:
         ops = ops() if isinstance(ops, type) else ops
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"{name}: {reason}; {_WANTED}") from error
+        raise ValueError(f"{name}: {reason}; {WANTED}") from error
     if not isinstance(ops, tf.distribute.CrossDeviceOps):
-        raise ValueError(f"{name} makes no cross-device ops; {_WANTED}")
+        raise ValueError(f"{name} makes no cross-device ops; {WANTED}")
     return [Implementation(name, ops)]
 
 

@@ -38,8 +38,9 @@ class _Worker:
     def __init__(self, name: str, command: Sequence[str], variables: Mapping[str, str]) -> None:
         self._name = name
         self._output = tempfile.TemporaryFile()  # noqa: SIM115 (it is closed by `end`)
+        self._unanswered = 0  # Calls, the last one and those given up when another worker failed.
         ours, theirs = socket.socketpair()
-        self.channel = Connection(ours.detach())
+        self._channel = Connection(ours.detach())
         with theirs:
             self._process = subprocess.Popen(
                 command,
@@ -49,12 +50,21 @@ class _Worker:
                 env={**os.environ, **variables},
             )
 
-    def receive(self, seconds: float) -> Any:
-        """Waits for an answer."""
+    def send(self, method: str, arguments: Mapping[str, Any]) -> None:
+        """Sends a call; if the worker has ended, `receive` raises the error."""
+        self._unanswered += 1
+        with contextlib.suppress(ConnectionError):
+            self._channel.send((method, arguments))
+
+    def receive(self, deadline: float) -> Any:
+        """Waits for the last call's answer."""
         try:
-            if not self.channel.poll(max(0.0, seconds)):
-                raise WorkerTimeoutError(f"{self._name} did not answer in time{self._last_lines()}")
-            result, error = self.channel.recv()
+            while self._unanswered:
+                if not self._channel.poll(max(0.0, deadline - time.monotonic())):
+                    lines = self._last_lines()
+                    raise WorkerTimeoutError(f"{self._name} did not answer in time{lines}")
+                result, error = self._channel.recv()
+                self._unanswered -= 1
         except (EOFError, ConnectionError):
             status = self._process.wait()
             lines = self._last_lines()
@@ -65,7 +75,7 @@ class _Worker:
 
     def end(self) -> None:
         """Ends the worker."""
-        self.channel.close()
+        self._channel.close()
         self._process.kill()
         self._process.wait()
         self._output.close()
@@ -86,9 +96,8 @@ class WorkerPool:
         """Calls a method of all workers' objects at once and waits for all results."""
         deadline = time.monotonic() + timeout
         for worker in self._workers:
-            with contextlib.suppress(ConnectionError):  # Found out when its answer is awaited.
-                worker.channel.send((method, arguments))
-        return [worker.receive(deadline - time.monotonic()) for worker in self._workers]
+            worker.send(method, arguments)
+        return [worker.receive(deadline) for worker in self._workers]
 
 
 @contextlib.contextmanager

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import builtins
 import contextlib
 import dataclasses
 import itertools
 import math
 import pathlib
+import symtable
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -19,13 +21,25 @@ from rich.table import Table
 from rich.text import Text
 
 from tfcdo.bench import results, worker_pool, workloads
-from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
+from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, WANTED, Measurement
 from tfcdo.cli import options
 from tfcdo.log import format_bytes, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import devices as bench_devices
     from tfcdo.bench import measure
+
+
+def _read_name(text: str) -> str:
+    """Reads a name of implementations; Python is only run when TensorFlow has started."""
+    try:
+        symbols = symtable.symtable(text.lstrip(), "--ops", "eval").get_symbols()
+    except SyntaxError as error:
+        raise ValueError(f"{text}: SyntaxError: {error.msg}; {WANTED}") from error
+    used = {symbol.get_name() for symbol in symbols if not symbol.is_assigned()}
+    if unknown := used - {OURS, TENSORFLOW, *dir(builtins)}:
+        raise ValueError(f"{text}: NameError: name {min(unknown)!r} is not defined; {WANTED}")
+    return text
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
@@ -56,7 +70,7 @@ if TYPE_CHECKING:
 )
 @options.option(
     "--ops names",
-    str,
+    options.Parsed("name", _read_name),
     "Implementations: tfcdo, tf, all, or Python such as "
     "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
     ("all",),

@@ -15,6 +15,7 @@ from tfcdo.cli import options
 from tfcdo.doctor import blackbox as black_boxes
 from tfcdo.doctor import examination
 from tfcdo.doctor.examination import NOTE, OK, WRONG, Finding, Report
+from tfcdo.log import format_count
 from tfcdo.topology.topology import Topology
 
 _STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
@@ -61,9 +62,9 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
 def _print(report: Report, found: Sequence[Finding], console: Console) -> None:
     wrong = sum(finding.severity == WRONG for finding in found)
     notes = sum(finding.severity == NOTE for finding in found)
-    verdict = f"{wrong} problem{'' if wrong == 1 else 's'}" if wrong else "no problem"
+    verdict = format_count(wrong, "problem") if wrong else "no problem"
     style = _STYLES[WRONG if wrong else OK]
-    noted = f", {notes} note{'' if notes == 1 else 's'}" if notes else ""
+    noted = f", {format_count(notes, 'note')}" if notes else ""
     console.print(Text.assemble("This machine: ", (verdict, style), noted))
     for finding in found:
         mark = Text(f"  {finding.severity:5}  ", _STYLES[finding.severity])

@@ -18,7 +18,7 @@ from rich.table import Table
 from tfcdo.cli import options
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import SUM, Exchange
-from tfcdo.log import format_bytes, format_seconds
+from tfcdo.log import format_bytes, format_count, format_seconds
 from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.plan.algorithms import PackingOptions
 from tfcdo.plan.decide import BetweenHosts, Machine, Options, decide
@@ -154,7 +154,7 @@ def plan(
     if num_hosts:
         hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
-        number = f"{num_hosts} host{'s' * (num_hosts > 1)}"
+        number = format_count(num_hosts, "host")
         size += f" across {number} with {rate} of {exchange or 'network'}"
     try:
         check_num_devices(topology.name, topology.num_devices)

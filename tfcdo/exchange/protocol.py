@@ -147,7 +147,8 @@ class Exchange(Protocol):
 
         Returns:
           The sums, bitwise the same on all hosts, of the same dtypes and shapes as the tensors; and
-          the state for the next step. The caller gives the sums the gradient of an exact sum.
+          the state for the next step, finite where the tensors are not. The caller gives the sums
+          the gradient of an exact sum.
         """
 
 

@@ -124,7 +124,7 @@ def _describe_one_collective(
 
 def _check_gathered(plan: Plan) -> None:
     """Raises `ValueError` unless collectives take all values: an exchange must be able to end."""
-    taken = tf_internals.dtypes_of_op("CollectiveGatherV2", "T")
+    taken = tf_internals.dtypes_of_op("CollectiveGatherV2")
     for pack in plan.packs:
         for name in plan.gathered_dtypes(pack) if pack.kind == "concat" else ():
             if numerics.dtype_copied(name) not in taken:

@@ -112,7 +112,7 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
 
 
 def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
-    taken = tf_internals.dtypes_of_op(OP, "T")
+    taken = tf_internals.dtypes_of_op(OP)
     if dtype in taken:
         return None
     names = ", ".join(sorted(known.name for known in taken))

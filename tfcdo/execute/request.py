@@ -58,11 +58,11 @@ def check_count(name: str, value: Any) -> int:
     return count
 
 
-def check_options(options: Any) -> None:
-    """Raises `TypeError` unless `options` is None or a `CommunicationOptions`."""
+def check_options(options: Any, name: str = "options") -> None:
+    """Raises `TypeError` unless the argument `name` is None or a `CommunicationOptions`."""
     if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
         raise TypeError(
-            "options must be a tf.distribute.experimental.CommunicationOptions or None; "
+            f"{name} must be a tf.distribute.experimental.CommunicationOptions or None; "
             f"got {brief(options)}"
         )
 
@@ -82,7 +82,7 @@ def check_numeric(reductions: Sequence[Reduction]) -> None:
     for index, reduction in enumerate(reductions):
         dtype = reduction.values[0].dtype
         numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
-        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN", "T"):
+        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN"):
             pair = f"pair {index}: " if len(reductions) > 1 else ""
             raise ValueError(
                 f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"

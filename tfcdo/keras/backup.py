@@ -30,6 +30,7 @@ class _Progress:
     batches: int = 0  # How many of all epochs.
     examples: int = 0  # A `resumable_dataset` dataset's.
     first_epoch: int | None = None  # In which the training began.
+    began: bool = False  # Whether callbacks have been called for the beginning of the epoch.
 
     @property
     def position(self) -> backup_folder.Position:
@@ -51,9 +52,9 @@ class BackupAndRestore(Callback):
 
     One host, the chief (`tfcdo.is_chief()`), writes the backups in the background. A backup is
     visible when it is complete, and the two newest are kept. Give this callback to `fit` after
-    those that change the model, such as `SwapEMAWeights`. The state of other callbacks is
-    not part of a backup. When training continues inside an epoch, they are called for its first
-    batches too.
+    those that change the model or its learning rate, such as `SwapEMAWeights`. The state of other
+    callbacks is not part of a backup. When training continues inside an epoch, they are called for
+    its first batches too; what they change in the model then is undone.
 
     When the process gets SIGTERM while it trains, or TensorFlow has a notice of preemption for any
     host, all hosts make a backup after the same step and raise `SystemExit` with status 75;
@@ -142,7 +143,7 @@ class BackupAndRestore(Callback):
         self._order = self._begin_data()
         if restored and self._is_chief:
             self._folder.remove_after(self._progress.position)
-        self._calls = 0
+        self._calls, self._is_due = 0, False
         self._preemption = preemption.Preemption()
         self._preemption.start()
 
@@ -153,9 +154,14 @@ class BackupAndRestore(Callback):
         if self._restored is not None and self._progress.batch:
             training_state.restore_metrics(self.model, *self._restored)
             self._skip_batches()
-        else:
-            self._progress = dataclasses.replace(self._progress, epoch=epoch, batch=0)
-        self._restored = None  # Frees the arrays.
+            return
+        if self._restored is not None and self._progress.began:
+            self._restore_again()
+            return
+        self._restored = None
+        self._progress = dataclasses.replace(self._progress, epoch=epoch, batch=0, began=True)
+        if self._is_due:
+            self._save()
 
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         """Leaves if a host is being preempted; Keras calls it."""
@@ -171,8 +177,10 @@ class BackupAndRestore(Callback):
             # has no end trains them all.
             done = min(done, (self.params or {}).get("steps") or done)
         new = done - self._progress.batch
-        if new <= 0:
-            return  # It was skipped.
+        if new <= 0:  # It was skipped.
+            if new == 0:
+                self._restore_again()
+            return
         self._progress = dataclasses.replace(
             self._progress,
             batch=self._progress.batch + new,
@@ -189,13 +197,18 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
-        self._progress = dataclasses.replace(self._progress, epoch=epoch + 1, batch=0)
-        if self.save_freq == "epoch":
+        self._progress = dataclasses.replace(self._progress, epoch=epoch + 1, batch=0, began=False)
+        self._is_due = self.save_freq == "epoch"
+        # Else when the next epoch begins: `SwapEMAWeights` may have swapped the weights until then.
+        is_last = self.model.stop_training or epoch + 1 == (self.params or {}).get("epochs")
+        if self._is_due and is_last:
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
         """Removes the backups, because the training is complete; Keras calls it."""
         self._preemption.complete()
+        if self._is_due:  # Another callback has ended the training.
+            self._save()
         self._finish_writing()  # A SIGTERM meanwhile does not end the process.
         self._preemption.stop()
         keras_internals.set_initial_epoch(self.model, None)
@@ -210,6 +223,7 @@ class BackupAndRestore(Callback):
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
         header |= {"run": self._run, "progress": dataclasses.asdict(self._progress)}
         self._saved_position = position
+        self._is_due = False
         self._finish_writing()
         if self._is_chief:
             self._writing = _writer.submit(
@@ -291,6 +305,12 @@ class BackupAndRestore(Callback):
         training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])
         keras_internals.set_initial_epoch(model, self._progress.epoch)
+
+    def _restore_again(self) -> None:
+        """Undoes what other callbacks have changed again, for what the backup already has."""
+        restored, self._restored = self._restored, None  # Frees the arrays.
+        if restored is not None:
+            training_state.restore(self.model, *restored)
 
     def _begin_data(self) -> data_order.Order | None:
         """Starts the data of `resumable_dataset` where training resumes; names other data."""

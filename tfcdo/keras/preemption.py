@@ -141,7 +141,7 @@ class Preemption:
                 if store.get(f"{self._prefix}/notice", _POLL) is not None:
                     self._agree()
                     return
-                if tf_internals.preemption_notice(0.01) is not None:
+                if tf_internals.has_preemption_notice():
                     self._announce("TensorFlow's notice")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)

@@ -164,7 +164,7 @@ def _decide(topology: Topology, num_bytes: int, num_packs: int | None) -> str:
         packs = len(make_plan(name, topology, num_bytes, num_packs).packs)
         seconds = time.monotonic() - began
         log.info_once(
-            f"auto takes {name}, {packs} pack{'s' if packs > 1 else ''}, for about "
+            f"auto takes {name}, {log.format_count(packs, 'pack')}, for about "
             f"{num_bytes / 1e6:.2g} MB on each of the {topology.num_devices} devices of "
             f"{topology.name}" + (f"; to plan this took {seconds:.1f} s" if seconds > 1 else "")
         )

@@ -58,13 +58,6 @@ class Evaluation:
     ordered_seconds: float  # Its time if no copy is disturbed and they go in order.
     bound: float  # See `tfcdo.plan.lower_bound_seconds`.
 
-    def __post_init__(self) -> None:
-        if len(self.plan.nodes) != self.topology.num_devices:
-            raise ValueError(
-                f"packs must have trees over the {self.topology.num_devices} devices of "
-                f"{self.topology.name!r}; got trees over {len(self.plan.nodes)}"
-            )
-
     @property
     def ratio(self) -> float:
         """Returns the time over the bound, at least 1; infinity where the bound is 0."""
@@ -111,12 +104,18 @@ class Evaluation:
                 f"must end at {document.size}; got packs that begin at {starts} and stop at "
                 f"{stops[1:]}"
             )
+        topology = Topology.from_document(document.topology)
+        if document.num_devices != topology.num_devices:
+            raise ValueError(
+                f"num_devices must be that of the topology, {topology.num_devices}; got "
+                f"{document.num_devices}"
+            )
         packs = (
             (pack.stop - pack.start, CopyTree(pack.parents), pack.after) for pack in document.packs
         )
         return cls(
-            topology=Topology.from_document(document.topology),
-            plan=plan_of_bytes(document.num_devices, packs),
+            topology=topology,
+            plan=plan_of_bytes(topology.num_devices, packs),
             **{name: getattr(document, name) for name in _AS_THEY_ARE},
         )
 

@@ -98,7 +98,9 @@ def link_name(source: int, target: int) -> str:
 
 def ordered_pairs(num_devices: int) -> Iterator[tuple[int, int]]:
     """Yields each `(source, target)` of two different devices."""
-    return itertools.permutations(range(num_devices), 2)
+    # Not `itertools.permutations`, which lists all devices first: a file may name very many.
+    devices = range(num_devices)
+    return ((source, target) for source in devices for target in devices if source != target)
 
 
 def check_links(links: Sequence[Link], resources: Sequence[Resource], num_devices: int) -> None:
@@ -127,7 +129,6 @@ def check_links(links: Sequence[Link], resources: Sequence[Resource], num_device
     ]
     wanted = num_devices * (num_devices - 1)
     if too_many or len(links) != wanted:
-        # A file may name so many devices that their pairs cannot be listed.
         missing = (pair for pair in ordered_pairs(num_devices) if pair not in given)
         some = list(itertools.islice(itertools.chain(too_many, missing), 5))
         raise ValueError(

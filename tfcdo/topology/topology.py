@@ -12,11 +12,9 @@ import functools
 import hashlib
 import json
 import math
-import os
-import pathlib
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import msgspec
 
@@ -32,8 +30,6 @@ from tfcdo.topology.links import (
     reached,
     read_routes,
 )
-
-_T = TypeVar("_T")
 
 # The format of the files of topologies, plans and measurements that this version writes.
 FORMAT = 2
@@ -388,16 +384,6 @@ def encode(document: Any) -> str:
 def _on_one_line(value: Any) -> str:
     """Returns a value as JSON; infinity is null."""
     return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
-
-
-def read_file(path: str | os.PathLike[str], parse: Callable[[bytes], _T]) -> _T:
-    """Returns the parsed content of a file; a `ValueError` names the file."""
-    try:
-        return parse(pathlib.Path(path).read_bytes())
-    except OSError as error:
-        raise ValueError(f"{os.fspath(path)}: {error.strerror or error}") from None
-    except ValueError as error:
-        raise ValueError(f"{os.fspath(path)}: {error}") from None
 
 
 def of_this_format(content: Any) -> Any:

@@ -18,7 +18,7 @@ import tensorflow as tf
 
 from tfcdo import checks
 from tfcdo.execute.interpreter import Planned, recently_planned
-from tfcdo.log import format_seconds
+from tfcdo.log import format_count, format_seconds
 from tfcdo.plan import simulator
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
@@ -68,7 +68,7 @@ class Summary:
                 "names to know them by)"
             )
         text = (
-            f"{self.num_steps} step{'' if self.num_steps == 1 else 's'} of "
+            f"{format_count(self.num_steps, 'step')} of "
             f"{format_seconds(self.step)}: all-reduce {format_seconds(self.all_reduce)} "
             f"({self.all_reduce / self.step:.0%}), of which {format_seconds(self.exposed)} "
             f"({self.exposed / self.step:.0%}) exposed"
@@ -330,10 +330,7 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
       >>> traced.summary.num_steps
       0
     """
-    checks.check_path("path", path)
-    written = pathlib.Path(path)
-    if written.suffix != ".json":
-        raise ValueError(f"path must end in .json; got {os.fspath(path)!r}")
+    written = checks.check_path("path", path, ".json")
     if not written.parent.is_dir():
         raise FileNotFoundError(f"path must be in a folder that exists; got {os.fspath(path)!r}")
     if topology is not None and not isinstance(topology, Topology):

@@ -333,12 +333,13 @@ class ReplicaExtended:
 
 def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) -> Any:
     """Returns a function that enters the step of the replica that calls it."""
-    alone = step.now.host_alone
+    alone, method = step.now.host_alone, step.now.method
 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         here = steps[tf_internals.replica_on_host()]
-        with step.during(step=here, host_alone=alone), tf.control_dependencies(after):
+        entered = step.during(step=here, host_alone=alone, method=method)
+        with entered, tf.control_dependencies(after):
             return fn(*args, **kwargs)
 
     return on_replica

@@ -45,6 +45,7 @@ def install() -> None:
     extend(optimizer, "add_variable_from_reference", _add_slot)
     for name in ("assign", "assign_add", "assign_sub"):
         extend(optimizer, name, _note_rows)
+    extend(keras.Variable, "assign", _note_write)
     extend(keras.Variable, "assign_add", _count)
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
@@ -148,12 +149,22 @@ def _already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
 
 
 def _note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
-    """Notes which rows of a variable its owner writes."""
+    """Notes that an optimizer writes a variable, and which rows."""
+    _note(variable, getattr(value, "indices", None))
+    own(optimizer, variable, value)
+
+
+def _note_write(own: Function, variable: Any, value: Any) -> Any:
+    """Notes that all of a Keras variable is written."""
+    _note(variable, None)
+    return own(variable, value)
+
+
+def _note(variable: Any, indices: Any) -> None:
     here = step.now.step
     if here is not None and here.written is not None:
-        writes = here.written.setdefault(id(keras_internals.value_of(variable)), [])
-        writes.append(getattr(value, "indices", None))
-    own(optimizer, variable, value)
+        value = keras_internals.value_of(variable)
+        here.written.setdefault(id(value), (value, []))[1].append(indices)
 
 
 def _count(own: Function, variable: Any, value: Any) -> Any:

@@ -76,14 +76,15 @@ def update(
     all_there = [tf.group(*ready)] if ready else []
     sums = _clipped(leaf, owner, sums, devices)
     changed: list[Any] = [None] * len(sums)
-    kept = keras_internals.slots_on_all_devices(leaf, variables)
+    # Slots that are on all devices, and which replicas have written them.
+    slots: dict[int, tuple[Any, list[int]]] = {}
 
     @tf.autograph.experimental.do_not_convert
     def on_owner(scales: Sequence[Any]) -> None:
         here = step.now.step
         assert here is not None
         mine = [at for at, index in enumerate(owner) if index == here.replica]
-        written: dict[int, list[Any]] = {}
+        written: dict[int, tuple[Any, list[Any]]] = {}
         with step.changed(alone=True, written=written), tf.control_dependencies(all_there):
             keras_internals.apply_to_own(
                 leaf,
@@ -92,15 +93,28 @@ def update(
             )
             for at in mine:
                 component = values[at].values[here.replica]
-                indices = written.get(id(component), [None])
+                _, indices = written.get(id(component), (component, [None]))
                 changed[at] = _changed(leaf, variables[at], component, indices)
+
+            for slot, _ in written.values():
+                if isinstance(slot, tf_internals.DistributedValues):
+                    slots.setdefault(id(slot), (slot, []))[1].append(here.replica)
 
     strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
     for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
         _assign(value.values, at, arrived, devices)
-    for slot, at in kept:  # Averages of variables, and small ones, such as Adafactor's.
-        value = slot.values[owner[at]].read_value()
-        _assign(slot.values, owner[at], [value] * len(devices), devices)
+    # Each replica has updated all averages, from its own values of the variables. Slots that Keras
+    # does not know as a variable's are those that only one owner has written, as Adafactor's.
+    of_owners = list(zip(keras_internals.averages(leaf, variables), owner, strict=False))
+    known = {id(value) for value in values} | {id(average) for average, _ in of_owners}
+    of_owners += [
+        (slot, replicas[0])
+        for key, (slot, replicas) in slots.items()
+        if key not in known and len(replicas) == 1
+    ]
+    for slot, at in of_owners:
+        value = slot.values[at].read_value()
+        _assign(slot.values, at, [value] * len(devices), devices)
 
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:

@@ -42,9 +42,9 @@ class ReplicaStep:
     alone: bool = False  # Nothing may meet the other replicas.
     counts_after: Sequence[tf.Tensor] = ()  # An optimizer counts the step after these.
     trace: Any = None  # The part of the step that XLA compiles, see `jit.py`.
-    # In a sharded update, by the identity of a variable's component, the indices of the rows of
-    # each write; None for all rows. See `sharding.py`.
-    written: dict[int, list[Any]] | None = None
+    # In a sharded update, what is written, by identity: a variable or a component of one, and the
+    # indices of the rows of each write; None for all rows. See `sharding.py`.
+    written: dict[int, tuple[Any, list[Any]]] | None = None
     # Losses: this replica's parts of sums over all replicas, by identity.
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
     # What a layer passed to `add_loss` on this replica, by the layer's identity.

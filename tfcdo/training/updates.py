@@ -13,7 +13,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import keras_internals, tf_internals
+from tfcdo import keras_internals, log, tf_internals
 from tfcdo.execute import rows
 from tfcdo.training import sharding, step
 
@@ -32,6 +32,13 @@ def apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[A
     check_made_here(optimizer, strategy, variables)
     if not grads:
         return own(optimizer, grads, variables)
+    if here.replicas > 1 and step.now.method == "fit" and not here.losses:
+        log.warn_once(
+            "a train_step updates weights, and has computed no loss of Keras: the mean of a "
+            f"replica's examples, such as tf.reduce_mean, counts {here.replicas} times on "
+            f"{here.replicas} replicas. Divide it as docs/own-loops.md says under Losses, or use a "
+            "class of keras.losses. If you have done so, nothing is wrong"
+        )
     if here.trace is not None:
         return here.trace.defer(own, optimizer, grads, variables)
     context = tf.distribute.get_replica_context()
