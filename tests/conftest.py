@@ -41,15 +41,10 @@ def pytest_configure_node(node: Any) -> None:
 
 
 def pytest_collection_modifyitems(config: Any, items: list[Any]) -> None:
-    """Leaves out `test_session`, which `tf.test.TestCase` has, is no test, and always skips.
-
-    So whatever is reported as skipped is a test that did not run. The longest tests come first, so
-    that at the end both workers still have something to do.
-    """
+    """Leaves out `test_session`, which always skips, and puts the longest tests first."""
     left_out = [item for item in items if item.name == "test_session"]
     config.hook.pytest_deselected(items=left_out)
     kept = [item for item in items if item.name != "test_session"]
-    # The others keep their order.
     items[:] = sorted(kept, key=lambda item: item.path.stem.removesuffix("_test") not in _LONG)
 
 

@@ -1,9 +1,7 @@
 """The documentation: every code block runs or is checked, every link leads somewhere.
 
-Python runs, one page after another in this process, each block after those above it on its page;
-so do the examples in the docstrings of what users call. Of the commands, those without TensorFlow
-run and print what the page shows (`...` is anything); of the others the options are read, and what
-they name must be there.
+Blocks of Python run in this process, each after those above it on its page. Commands without
+TensorFlow run and print what the page shows (`...` is anything); options of others are read.
 """
 
 from __future__ import annotations
@@ -65,7 +63,6 @@ def _commands(block: str) -> Iterator[tuple[str, str]]:
 class CodeTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        # Blocks may write files.
         folder = self.enter_context(tempfile.TemporaryDirectory())
         self.addCleanup(os.chdir, pathlib.Path.cwd())
         os.chdir(folder)
@@ -89,7 +86,6 @@ class CodeTest(parameterized.TestCase):
                     exec(compile(few, page, "exec", dont_inherit=True), names)
             elif language == "diff":
                 after = re.sub(r"^-.*\n|^[ +]", "", text, flags=re.MULTILINE)
-                # The data is the reader's.
                 names |= {"inputs": np.ones([64, 8]), "targets": np.ones([64, 1])}
                 exec(compile(after, page, "exec"), names)
             elif language == "pycon":
@@ -194,8 +190,6 @@ class ReferenceTest(absltest.TestCase):
         public -= {"tfcdo.__version__", *(f"tfcdo.{name}" for name in tfcdo._PACKAGES)}
         self.assertEmpty(public - listed)
 
-
-class TroubleshootingTest(absltest.TestCase):
     def test_messages_are_those_that_are_raised(self):
         """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page
         that was made by running TensorFlow."""
@@ -234,7 +228,6 @@ class DocstringsTest(parameterized.TestCase):
         super().setUp()
         folder = self.enter_context(tempfile.TemporaryDirectory())
         self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
-        # Another test file of this process may have loaded NCCL's kernel for CPUs.
         self.enter_context(tu.kernels_for("GPU"))
 
     @parameterized.parameters(*_MODULES)

@@ -18,7 +18,6 @@ _REASON = "Longer than 600 lines"
 
 
 def _names(line: str) -> set[str]:
-    """The rooms on one line of a drawing or in one layer of the contract."""
     return set(re.findall(r"[a-z_]+", line))
 
 
@@ -34,7 +33,6 @@ class RoomsTest(absltest.TestCase):
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
         page = (_ROOT / "docs/architecture.md").read_text(encoding="utf-8")
         _, drawing, _ = re.split("The (?:rooms|layers) of the package", page)[1].split("```", 2)
-        # Each line of the drawing: the rooms, at least two spaces, and what they are.
         drawn = [_names(re.split(r" {2,}", line)[0]) for line in drawing.splitlines()[1:]]
         self.assertEqual(layers, drawn)
 

@@ -89,7 +89,6 @@ class LinkTest(absltest.TestCase):
             self.assertEqual(opened.count_bytes(), before)
             self.assertEqual(_output_of(*opened.command, *send), "2000000\n")
             self.assertBetween(opened.count_bytes() - before, 2_000_000, 2_100_000)
-        # The machine's own interface is as it was.
         self.assertNotIn("tbf", _output_of(*show))
         self.assertGreaterEqual(hosts.shared_link().count_bytes(), 2_000_000)
 

@@ -39,7 +39,6 @@ class WorkerPoolTest(absltest.TestCase):
                 # The second worker's answer is not taken for the next call's.
                 with self.assertRaisesRegex(worker_pool.WorkerError, "^AttributeError: .*'thrice'"):
                     pool.call("thrice", 60)
-            # One that ends is named with its last words.
             message = "worker 1 ended with status 1:\n(.*\n)*no more"
             with self.assertRaisesRegex(worker_pool.WorkerLostError, message):
                 pool.call("twice", 60, number=1, end="b")

@@ -32,7 +32,6 @@ def _bench(*arguments: str) -> Finished:
 
 
 def _shown(width: int, *measured: results.Measurement) -> list[str]:
-    """Returns the lines of a table."""
     output = io.StringIO()
     bench_cli._show("a title", measured, rich.console.Console(file=output, width=width))
     return output.getvalue().rstrip().splitlines()
@@ -46,13 +45,6 @@ class ReportTest(tf.test.TestCase):
         self.assertNotIn("…", "".join(lines))
         self.assertIn("a title", lines[0])
         self.assertLessEqual(max(map(len, lines)), 80)
-
-    def test_columns_without_values_are_left_out(self):
-        step = results.Measurement("a", "tf", 4, 0.2, 0.1, bytes_sent=3e6)
-        *head, _, row = _shown(80, step)
-        words = " ".join(head).split()
-        self.assertEqual(" ".join(words), "a title time ± of sent sent, TF (MB) of TF")
-        self.assertEqual(" ".join(row.split()), "a 200.0 ms 100.0 ms 1.00 3.00 1.00")
 
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
         reference = measurement_of("tf.X", "tf", 2e-3)
@@ -87,14 +79,6 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
                 self.assertAllClose(one["size"] / one["seconds"], one["busbw"])
         self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
 
-    def test_each_model_is_measured_once(self):
-        run = mock.Mock(side_effect=lambda one, *_: [measurement_of(one.name, "tf", 1.0)])
-        models = ("tiny", "tiny-matrices", "tiny")
-        with mock.patch.object(measure, "run", run):
-            status, output, _ = _bench(*sum((("--model", one) for one in models), ()), "-g", "2")
-        self.assertEqual(status, 0, output)
-        self.assertEqual([call.args[0].name for call in run.call_args_list], [*models[:2]])
-
     def test_is_of_this_machine_alone(self):
         with mock.patch.dict(os.environ, TF_CONFIG="{"):
             result = _bench("-b", "8", "-e", "8", "-g", "2", "--ops", "tf.ReductionToOneDevice()")
@@ -112,7 +96,6 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
 
     @parameterized.parameters(
         (("-f", "1"), "--stepfactor"),
-        (("-g", "1"), "--devices"),
         (("-n", "99999999999999999999"), "--iters"),
         (("-d", "float8"), "float8"),
         (("-b", "1K", "-e", "8"), "--minbytes must be at most --maxbytes; got 1024 and 8 bytes"),

@@ -58,7 +58,6 @@ class CommandTest(cli_testing.CommandTestCase):
     @parameterized.parameters(
         ("click", "cli", "launch", "script.py"),
         ("psutil", "cli", "launch", "script.py"),
-        # It is missed before anything is computed.
         ("matplotlib", "plot", "plan", "--topology", "dgx1", "--draw", "a.png"),
     )
     def test_a_missing_package_gets_one_line_with_the_remedy(self, package, extra, *arguments):
@@ -82,7 +81,6 @@ class CommandTest(cli_testing.CommandTestCase):
         ("plan -t nvswitch:2 -b 1K >/dev/full", os.strerror(errno.ENOSPC)),
     )
     def test_output_that_does_not_get_through(self, shell: str, named: str):
-        """It gets one line and a status of its own."""
         script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} {shell}"
         # Python flushes a buffered output once more at its end, and may complain a second time.
         environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
@@ -97,7 +95,6 @@ class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(
         ("8", 8), ("8B", 8), ("64K", 65_536), ("64k", 65_536), ("64KiB", 65_536), ("64KB", 64_000),
         ("1.5K", 1536), ("100M", 100 * 2**20), ("100MB", 10**8), ("2G", 2**31), ("2gb", 2 * 10**9),
-        # A float cannot hold these.
         ("9007199254740993", 2**53 + 1), ("9223372036854775807", 2**63 - 1),
     )  # fmt: skip
     def test_size(self, text: str, expected: int):
@@ -146,8 +143,6 @@ class OptionsTest(parameterized.TestCase):
         self.assertEqual(meanings["-b"], {"--bytes", "--minbytes"})
         self.assertEqual(meanings["-g"], {"--devices", "--devices-per-worker"})
 
-
-class NewFileTest(absltest.TestCase):
     def test_a_file_that_cannot_be_written(self):
         with (
             mock.patch.object(os, "access", return_value=False),
@@ -155,8 +150,6 @@ class NewFileTest(absltest.TestCase):
         ):
             options.new_file(".json").convert("out.json", None, None)
 
-
-class QuietStartTest(absltest.TestCase):
     def test_holds_back_what_is_written_to_the_file_descriptor(self):
         script = (
             "import os, sys, click\n"

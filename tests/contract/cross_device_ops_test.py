@@ -73,7 +73,6 @@ class ConstructorTest(parameterized.TestCase):
                 cls(**refused)
 
     def test_bad_arguments(self):
-        """`request_test` has what is refused when values are reduced."""
         make, one_device = tfcdo.AllReduceCrossDeviceOps, tfcdo.ReductionToOneDevice
         counts = [(cls, "num_packs") for cls in ALL_REDUCES]
         counts += [(make, "agg_small_grads_max_bytes"), (make, "agg_small_grads_max_group")]

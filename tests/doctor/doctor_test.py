@@ -41,7 +41,6 @@ class _InThisProcess(examination.Probes):
 
 
 def _doctor(*arguments: str, tf_config: str = "{}") -> tuple[int, list[str]]:
-    """Runs the command; returns its status and its lines."""
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
         mock.patch.multiple(probe, _PATTERN_BYTES=4096, _SUM_BYTES=4096),
@@ -79,7 +78,6 @@ class DoctorTest(parameterized.TestCase):
             "shared_memory: CPU devices of one host",
             "ok     copies between all 6 ordered pairs of devices are correct",
             "ok     tfcdo.HierarchicalCopyAllReduce sums are correct",
-            # TensorFlow's fault is told, but nothing is wrong here.
             "note   tf.HierarchicalCopyAllReduce sums are incorrect: ",
             "→ use tfcdo.HierarchicalCopyAllReduce",
             "ok     metrics of fit under tfcdo.MirroredStrategy are correct",

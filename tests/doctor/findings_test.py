@@ -44,7 +44,6 @@ def _report(pairs: Any = (), checks: Any = (), **changes: Any) -> Report:
 
 class FindingsTest(absltest.TestCase):
     def check(self, report: Report, *patterns: str, script: str = "NcclAllReduce") -> None:
-        """Compares what is not ok, whose remedy is one line, and the line to paste."""
         found = [one for one in examination.findings_of(report) if one.severity != OK]
         self.assertLen(found, len(patterns), found)
         for one, pattern in zip(found, patterns):
@@ -97,7 +96,6 @@ class FindingsTest(absltest.TestCase):
             "wrong: tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements ->",
             "note: tf.ReductionToOneDevice sums fail: ValueError: no ->",
             "wrong: tfcdo.NcclAllReduce sums fail: no end within 15 s ->",
-            # The line names a class whose sums are correct.
             script=r"=tfcdo.HierarchicalCopyAllReduce\(\)",
         )
 

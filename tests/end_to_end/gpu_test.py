@@ -1,8 +1,4 @@
-"""On GPUs, when there are some: copy trees on parts of one card, NCCL on several cards.
-
-The first card is divided into four logical devices; the others stay whole. Without a GPU all tests
-skip. The same tests run on processors in every other file: here it is the devices that are tested.
-"""
+"""On GPUs, when there are some: copy trees on four parts of the first card, NCCL on all cards."""
 
 from __future__ import annotations
 
@@ -51,7 +47,6 @@ def cards() -> list[str]:
 
 
 def batch(count: int, dtypes: Sequence[tf.DType]) -> list[list[np.ndarray]]:
-    """One array per replica, for each dtype and a few shapes."""
     return [
         # No sum overflows 8 bits.
         [tu.numbers(shape, dtype, 100 * index + rank, limit=15) for rank in range(count)]
@@ -128,24 +123,6 @@ class NcclTest(GpuTest):
         dtypes = (tf.float16, tf.float32, tf.float64, tf.int32, tf.int64)
         for _ in range(3):
             self.check(ops, reduce_op, mode, cards(), dtypes)
-
-    def test_a_function_called_twice_in_one_step(self):
-        ops = tfcdo.NcclAllReduce(require_nccl=True)
-        count = len(CARDS)
-
-        def one(*own: tf.Tensor) -> Sequence[tf.Tensor]:
-            value = tu.per_replica(own, cards())
-            return ops.reduce(SUM, value, value).values
-
-        inner = tf.function(one, autograph=False)
-        first = [tf.fill([5], float(rank)) for rank in range(count)]
-        second = [100 * value for value in first]
-        step = tf.function(lambda: (inner(*first), inner(*second)[-1]), autograph=False)
-        total = sum(range(count))
-        for _ in range(20):
-            results, last = step()
-            self.assertAllEqual(np.full([count, 5], total), results)
-            self.assertAllEqual(np.full([5], 100 * total), last)
 
     def test_a_thousand_steps(self):
         ops = tfcdo.NcclAllReduce(2, require_nccl=True)

@@ -22,7 +22,6 @@ CLASSES = ((tfcdo.ReductionToOneDevice, 3), (tfcdo.HierarchicalCopyAllReduce, 5)
 
 
 def made(make: Callable[[], Any], count: int) -> tuple[Any, tf.distribute.MirroredStrategy]:
-    """Makes cross-device ops, and a strategy that uses them."""
     ops = make()
     return ops, tf.distribute.MirroredStrategy(tu.device_names(count), cross_device_ops=ops)
 
@@ -65,7 +64,6 @@ class StrategyTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             own = tf.nest.map_structure(tf.identity, own)
             context = tf.distribute.get_replica_context()
             total = context.all_reduce(SUM, own)
-            # Between and after all-reduces, replicas compute.
             return total, context.all_reduce(MEAN, tf.nest.map_structure(lambda x: x + x, own))
 
         with self.used(ops):

@@ -12,7 +12,6 @@ import third_party_programs
 import warm_python
 from absl.testing import absltest, parameterized
 
-# `make third-party` runs all programs; these libraries are part of tfcdo's dev extra.
 _QUICK = ("sonnet", "tf_keras")
 
 

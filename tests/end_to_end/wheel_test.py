@@ -45,7 +45,6 @@ class WheelTest(absltest.TestCase):
             self.assertIn(f"tfcdo/{path}", names)
         package = [name for name in names if name.startswith("tfcdo/")]
         self.assertEqual({Path(name).suffix for name in package}, {".py", ".json", ".typed"})
-        # All others describe the package.
         self.assertLen({name.split("/")[0] for name in names}, 2)
 
     def test_works_without_sources_from_a_zip(self):

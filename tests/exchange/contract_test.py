@@ -15,7 +15,6 @@ from wire_bounds import block_error_bound, error_bound
 from tfcdo.exchange import (
     Blocks,
     Cast,
-    Collective,
     DiLoCo,
     Exchange,
     PowerSGD,
@@ -28,7 +27,6 @@ from tfcdo.exchange.casts import BY_NAME
 
 _REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": []}
 
-KINDS: tuple[Any, ...] = ("all_reduce", "all_to_all", "all_gather", "broadcast")
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
 
@@ -48,7 +46,6 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
     def check_that_nothing_is_lost(
         self, case: Case, rehearsal: Rehearsal, steps: Sequence[Any], results: Sequence[Any]
     ) -> None:
-        """Asserts that all values are in the results of all steps and in what hosts keep."""
         if case.is_late:
             return
         roundoff = 2.0**-20 if steps[0][0][0].dtype == np.float32 else 2.0**-49
@@ -111,15 +108,9 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllLessEqual(np.abs(total - 2.0 * np.float32(number)), bound)
         self.check_that_nothing_is_lost(case, rehearsal, steps, results)
 
-    def test_bytes_of_a_collective(self):
-        found = [[Collective(kind, 1200).bytes_sent(hosts) for kind in KINDS] for hosts in (2, 3)]
-        self.assertEqual(found, [[1200, 600, 1200, 600], [1600, 800, 2400, 800]])
-
 
 @dataclasses.dataclass(frozen=True)
 class _Wrong(Sum):
-    """An exchange that breaks its contract."""
-
     way: Callable[[Any, Any], Any]
 
     def run(
@@ -151,27 +142,16 @@ class BrokenTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("rank must be at least 1; got 0", PowerSGD, {"rank": 0}),
-        ("start_step must be an int; got 1.5", PowerSGD, {"rank": 1, "start_step": 1.5}),
         ("fraction must be above 0 and at most 1; got 2", TopK, {"fraction": 2}),
         ("fraction must be a number; got '1'", TopK, {"fraction": "1"}),
         ("error_feedback must be True .* got 1", TopK, {"fraction": 1, "error_feedback": 1}),
         ("dtype must be 'bfloat16' or 'float16'; got 'int8'", Cast, {"dtype": "int8"}),
         ("dtype must be 'int8'; got 'float16'", Blocks, {"dtype": "float16"}),
         ("block must be at least 2; got 1", Blocks, {"block": 1}),
-        ("every must be at least 1; got 0", DiLoCo, {"every": 0}),
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
-        (
-            "exchange must be an object .*; got 'int8'",
-            Rehearsal,
-            {**_REHEARSED, "exchange": "int8"},
-        ),
-        ("hosts must be at least 1; got 0", Rehearsal, {**_REHEARSED, "hosts": 0}),
-        (
-            "dtype must be 'float32' or 'float64'; got 'no'",
-            Rehearsal,
-            {**_REHEARSED, "dtype": "no"},
-        ),
+        ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
+        ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),
     )
     def test_arguments(self, pattern, make, arguments):
         with self.assertRaisesRegex((ValueError, TypeError), pattern):
@@ -179,8 +159,6 @@ class BrokenTest(parameterized.TestCase):
 
 
 class CastsTest(tf.test.TestCase, parameterized.TestCase):
-    """Casts of one value, whose bounds are of each element."""
-
     def step(self, hosts: Rehearsal, values: Any) -> np.ndarray:
         [total] = hosts.step([[own] for own in values])
         return total
@@ -256,7 +234,7 @@ class CastsTest(tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(kept, other[name])
 
 
-class PowerSGDTest(tf.test.TestCase):
+class CompressionTest(tf.test.TestCase):
     def test_it_finds_the_largest_directions(self):
         """Without feedback, it comes near the best approximation, which an SVD gives."""
         generator = np.random.default_rng(1)
@@ -279,8 +257,6 @@ class PowerSGDTest(tf.test.TestCase):
             self.assertEqual(error < 1e-5, step < 2)
             self.assertEqual([state["step"] for state in rehearsal.states], [step + 1] * 2)
 
-
-class TopKTest(tf.test.TestCase):
     def test_the_largest_are_sent_and_the_rest_waits(self):
         rehearsal = Rehearsal(TopK(0.2), [(10,)], 2, "float64")
         first = np.array([0, 0, 5, 0, 0, -7, 1, 0, 0, 0.0])

@@ -129,7 +129,6 @@ def _check_read(strategy: Any, expected: float) -> None:
 
 
 def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
-    """Returns the bytes of an explanation, and of the graph, for each replica."""
     hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
     parts = {
         "CollectiveReduceV2": 2 * (hosts - 1) / hosts,
@@ -138,7 +137,7 @@ def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
     }
     sent = 0.0
     for op in graph.get_operations():
-        # Not the numbers of the hosts' examples, which are int64.
+        # Examples are counted in int64.
         if op.type in parts and op.inputs[0].dtype != tf.int64:
             size = op.inputs[0].shape.num_elements()
             sent += np.nan if size is None else size * op.inputs[0].dtype.size * parts[op.type]
@@ -147,7 +146,6 @@ def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
 
 
 def unlike(strategy: Any) -> None:
-    """Makes functions of one name that choose differently: refused before the first byte."""
     is_chief = strategy.cluster_resolver.task_id == 0
     exchange = tfcdo.exchange.TopK(0.01 if is_chief else 0.02)
 
@@ -164,7 +162,6 @@ def unlike(strategy: Any) -> None:
 
 
 def by_path(strategy: Any) -> dict[str, np.ndarray]:
-    """Trains with a function that chooses by path."""
     asked: dict[str, Any] = {}
 
     def chosen(path: str | None, spec: Any) -> Any:
@@ -202,7 +199,6 @@ class HostsTest(tf.test.TestCase, parameterized.TestCase):
             self.alike(results["by_path"], hosts, devices)
 
     def alike(self, of_hosts, hosts, devices):
-        """Asserts that all replicas of all hosts have the same bits; returns the first one's."""
         results = {}
         for key in of_hosts[0]:
             replicas = [replica for own in of_hosts for replica in own[key]]

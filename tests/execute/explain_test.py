@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from typing import Any
 
-import graph_testing
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
@@ -16,8 +15,6 @@ from tfcdo.plan.copy_tree import two_level
 
 
 class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """Compares an explanation with the ops of the graph that runs; see also `multi_worker_test`."""
-
     SHAPES = ((100,), (5, 10), (), (30, 20))
 
     @parameterized.parameters(
@@ -56,9 +53,9 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         names = [op.name for op in graph.get_operations()]
         packs = {int(found[1]) for name in names if (found := re.match(r"tfcdo/pack(\d+)/", name))}
         self.assertEqual(set(range(told.num_packs)), packs)
-        copied = graph_testing.copied_bytes(graph, told.devices)
+        copied = tu.copied_bytes(graph, told.devices)
         self.assertEqual(copied, told.bytes_by_link)
-        self.assertEqual(copied, graph_testing.copied_bytes(graph, told.devices + devices))
+        self.assertEqual(copied, tu.copied_bytes(graph, told.devices + devices))
         self.assertEqual(counts[0], told.num_graph_ops)
         self.assertIn(f"{counts[0]:,} graph ops", str(told))
         adding = sum(len(pack.tensors) * sum(map(bool, pack.tree.children)) for pack in told.packs)
@@ -70,18 +67,6 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
 
     def explain(self, ops: Any, count: int = 3, **kwargs: Any) -> Any:
         return ops.explain(self.SHAPES, devices=[f"/cpu:{i}" for i in range(count)], **kwargs)
-
-    @parameterized.parameters(
-        ("nccl", tfcdo.NcclAllReduce(1)),
-        ("hierarchical_copy", tfcdo.HierarchicalCopyAllReduce(1)),
-        ("auto", tfcdo.AutoAllReduce()),
-    )
-    def test_algorithms_by_name(self, algorithm, same):
-        found, expected = (
-            ops.explain([(10**7,)], devices=tu.device_names(4)).packs
-            for ops in (tfcdo.AllReduceCrossDeviceOps(algorithm), same)
-        )
-        self.assertEqual(expected, found)
 
     def test_shares_of_owners(self):
         devices = tu.device_names(2)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from typing import Any
 
-import graph_testing
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -18,7 +17,6 @@ from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
 
 
 def values_on(count: int, *shapes: tuple[int, ...]) -> list[Any]:
-    """One value per shape, with a component on each device."""
     return [
         tu.per_replica([tu.numbers(shape, tf.float32, 10 * i + rank) for rank in range(count)])
         for i, shape in enumerate(shapes)
@@ -30,8 +28,6 @@ def traced(body: Any) -> tf.Graph:
 
 
 class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """`explain_test` has the copies of sums."""
-
     @parameterized.parameters(star(3, 2), chain(3, 1), binomial(8, 3), two_level(8, 5))
     def test_gathered_values_rows_and_tables_follow_the_edges(self, tree):
         ops = tfcdo.AllReduceCrossDeviceOps([tree], sum_equal_rows=True)
@@ -55,10 +51,9 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             (lambda: add_rows(20), True),
         ):
             graph = traced(body)
-            self.assertEqual(edges, set(graph_testing.copied_bytes(graph, names)))
+            self.assertEqual(edges, set(tu.copied_bytes(graph, names)))
             operations = graph.get_operations()
             self.assertEqual(as_tables, "UnsortedSegmentSum" in {op.type for op in operations})
-            # All values go down with one op an edge.
             self.assertLen([op for op in operations if "broadcast/" in op.name], len(tree.edges))
 
     def test_a_sum_for_another_device_goes_nowhere_else(self):
@@ -66,7 +61,7 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             [value] = values_on(3, (5,))
             return tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, value, "/cpu:3")
 
-        copied = graph_testing.copied_bytes(traced(reduce), tu.device_names(4))
+        copied = tu.copied_bytes(traced(reduce), tu.device_names(4))
         self.assertEqual({(0, 3), (1, 3), (2, 3)}, set(copied))
 
     def test_a_window_makes_leaves_wait_for_an_earlier_result(self):
@@ -100,9 +95,6 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([np.arange(6.0) * 10] * 4, ops.reduce(tu.SUM, value, value).values)
         told = ops.explain(((6,),), devices=[f"/cpu:{i}" for i in range(4)])
         self.assertEqual([first, second, first], [pack.tree for pack in told.packs])
-        [three] = values_on(3, ())
-        with self.assertRaisesRegex(ValueError, "must span the 3 devices"):
-            ops.batch_reduce(tu.SUM, [(three, three)])
 
     def test_packing(self):
         """One value is not copied; TensorFlow 2.21 mixes up sizes of 32 bits in eager threads."""

@@ -41,13 +41,11 @@ def names(*indices: int) -> list[str]:
 
 GPU_KERNEL, NO_KERNEL, CPU_KERNEL, BOTH = ("GPU",), (), ("CPU",), ("GPU", "CPU")
 TWO_TASKS = [f"/job:worker/task:{task}/gpu:0" for task in range(2)]
-# By their full names, and in other spellings.
 SPELLED = ["gpu:0", "/device:GPU:1", "/job:localhost/replica:0/task:0/device:GPU:2"]
 
 
 class StatusTest(tf.test.TestCase, parameterized.TestCase):
     def check(self, status: tfcdo.NcclStatus, *said: str) -> None:
-        """Asserts that NCCL can run, or what the status says of why it cannot."""
         self.assertEqual(not said, status.can_run)
         expected = (status.reason, status.remedy) if said else (status.reason,)
         self.assertNotIn("", expected)
@@ -99,15 +97,9 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         with kernels_for("GPU"), gpus(0, 0):
             self.check(tfcdo.nccl_status(names(0, 1), dtype), *said)
 
-    @parameterized.parameters(
-        ("/gpu:0", tf.float32, "devices must be a list"),
-        (["/gpu:0", "nonsense"], tf.float32, "each of devices.*nonsense"),
-        (["/gpu:0", None], tf.float32, "each of devices.*None"),
-        (["/cpu:0", "/cpu:1"], "bogus", "bogus"),
-    )
-    def test_bad_arguments(self, devices, dtype, message):
-        with self.assertRaisesRegex((ValueError, TypeError), message):
-            tfcdo.nccl_status(devices, dtype)
+    def test_bad_arguments(self):
+        with self.assertRaisesRegex(ValueError, "each of devices.*nonsense"):
+            tfcdo.nccl_status(["/gpu:0", "nonsense"])
 
     def test_an_exchange_takes_copy_trees_also_where_nccl_is_asked_for(self):
         session = mock.Mock()

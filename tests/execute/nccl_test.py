@@ -1,8 +1,4 @@
-"""NCCL by execution: the ops that GPUs would run, on virtual CPU devices, by a kernel for tests.
-
-What would hang on GPUs is an error here: see `nccl_on_cpu`. `contract_test` has the results. Most
-tests require NCCL, so that they cannot pass by copy trees.
-"""
+"""NCCL's ops on virtual CPU devices, by `nccl_on_cpu`; what would hang on GPUs is an error."""
 
 from __future__ import annotations
 
@@ -15,11 +11,11 @@ from collections.abc import Callable, Sequence
 from typing import Any
 from unittest import mock
 
-import measurement_testing
 import nccl_on_cpu
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
+import topology_testing
 from absl import logging
 from absl.testing import parameterized
 from testing_utils import EAGER, FUNCTION, MEAN, SUM
@@ -47,15 +43,13 @@ def nccl(num_packs: int = 1) -> tfcdo.NcclAllReduce:
     return tfcdo.NcclAllReduce(num_packs, require_nccl=True)
 
 
-def all_reduce(ops: Any, *values: Sequence[Any], reduce_op: Any = SUM) -> list[Any]:
-    """All-reduces values, each a list of one tensor per device, in one batch."""
+def all_reduce(ops: Any, *values: Sequence[Any]) -> list[Any]:
     replicated = [tu.per_replica(own) for own in values]
-    results = ops.batch_reduce(reduce_op, [(value, value) for value in replicated])
+    results = ops.batch_reduce(SUM, [(value, value) for value in replicated])
     return [tuple(result.values) for result in results]
 
 
 def one(*tensors: tf.Tensor, ops: Any = None) -> list[tf.Tensor]:
-    """All-reduces one value."""
     return list(all_reduce(ops or nccl(), tensors)[0])
 
 
@@ -91,8 +85,6 @@ class GraphTest(tf.test.TestCase):
 
 
 class FunctionTest(tf.test.TestCase, parameterized.TestCase):
-    """Where the ops are: in functions, branches, loops and sessions, once or several times."""
-
     @parameterized.parameters(False, True)
     def test_a_function_called_several_times_in_one_step(self, noinline):
         inner = function(one, experimental_attributes={"_noinline": noinline})
@@ -185,8 +177,6 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
         tu.call_in_six_threads(work)
 
-
-class StrategyTest(tf.test.TestCase):
     def test_an_error_in_one_replica(self):
         strategy = tf.distribute.MirroredStrategy(tu.device_names(3), nccl(2))
 
@@ -285,19 +275,6 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
         self.assertAllEqual([[16.0]] * K, gradients(tf.constant(True)))
         self.assertAllEqual([[8.0]] * K, gradients(tf.constant(False)))
 
-    def test_of_several_dtypes(self):
-        integers = [tf.constant([rank]) for rank in range(K)]
-        own = [[tf.ones([3], tf.float16) * rank for rank in range(K)], ranks()]
-        with tf.GradientTape() as tape:
-            tape.watch(own)
-            halves, floats, counts = all_reduce(nccl(2), *own, integers, reduce_op=MEAN)
-            loss = tf.cast(tf.reduce_sum(halves[1]), tf.float32) + 8 * floats[2]
-            loss *= tf.cast(counts[0], tf.float32)
-        gradients = tape.gradient(loss, own)
-        self.assertAllEqual([[0.375] * 3] * K, gradients[0])
-        self.assertEqual(tf.float16, gradients[0][0].dtype)
-        self.assertAllEqual([[3.0]] * K, gradients[1])
-
 
 ROUNDOFF = roundoff("float16")
 
@@ -349,7 +326,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
 class AutoTest(tf.test.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.folder = measurement_testing.measure_briefly(self)
+        self.folder = topology_testing.measure_briefly(self)
         decide.decide.cache_clear()  # What was planned before is not logged again.
 
     def check(self, ops: Any, sizes: Sequence[int], takes: bool, said: str) -> None:

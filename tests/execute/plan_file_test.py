@@ -50,7 +50,6 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertRegex(told.reason, "^the plan was given: .* trees|bundled")
 
     def test_a_plan_for_these_devices_needs_no_topology(self):
-        """As detected, or as measured."""
         name = str(detection.name_of_measured(tu.device_names(K)))
         measured = dataclasses.replace(preset("pcie", K), name=name)
         for machine in (preset("shared_memory", K), measured):
@@ -74,7 +73,6 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 "it was made for 4 devices, and there are 3; make one .*here:3 --save FILE`$",
             ),
             (None, K, other + ".*here:4 .*, or pass the plan's own machine as topology="),
-            # Other links of the same name.
             (machine.subset([0, 2, 1, 3]), K, ".*pcie"),
         ):
             ops = tfcdo.AutoAllReduce(plan=path, topology=topology)

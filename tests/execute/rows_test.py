@@ -17,7 +17,6 @@ OPS = (tfcdo.HierarchicalCopyAllReduce, tfcdo.ReductionToOneDevice)
 
 
 def rows_on_each(rows: Any, indices: Sequence[Any], table: Any = None) -> Any:
-    """A value of `tf.IndexedSlices`, each of some rows of one number."""
     return tu.per_replica(
         [
             tf.IndexedSlices(tf.constant(own, tf.float32, [len(own), 1]), each, table)
@@ -27,13 +26,10 @@ def rows_on_each(rows: Any, indices: Sequence[Any], table: Any = None) -> Any:
 
 
 def reduce(ops: Any, value: Any) -> Any:
-    """The sum that the last replica gets."""
     return tu.all_reduce(ops, tu.SUM, [value])[0].values[-1]
 
 
 class RowsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
-    """`contract_test` draws rows, and `interpreter_test` has their copies."""
-
     def test_order_of_the_additions(self):
         """Rows of equal index are added in the order in which they are given, to the last bit."""
         values = np.random.default_rng(0).standard_normal((3, 40), np.float32)
@@ -134,7 +130,6 @@ class RowsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         (tfcdo.AutoAllReduce, {"sparse_as_dense": True}, 4),
     )
     def test_gradient(self, make, options, most):
-        """Each row gets what all devices' results send back to its index."""
         ops, random = make(**options), np.random.default_rng(5)
         indices = [random.integers(0, 6, random.integers(1, most + 1)) for _ in range(3)]
         given = [tf.ones([len(own), 2]) for own in indices]

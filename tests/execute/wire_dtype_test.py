@@ -120,10 +120,7 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class ScopeTest(tf.test.TestCase, parameterized.TestCase):
-    """Batches of gradients are cast, and nothing else."""
-
     def test_only_gradients_are_rounded(self):
-        """Without options, as from a user's code."""
         ops = tfcdo.AutoAllReduce(wire_dtype="bfloat16")
         state = tf_internals.mirrored(tu.variables([0.1, 0.2], 3))
         value, loss = tu.per_replica([[0.1, 0.2]] * 3), tu.per_replica([0.1] * 3)

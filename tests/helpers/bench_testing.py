@@ -16,7 +16,6 @@ virtual_devices.configure_virtual_cpus(8)
 NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
 TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 
-# Another test file of this process may have loaded NCCL's kernel for CPUs.
 _kernels = tu.kernels_for("GPU")
 
 
@@ -35,5 +34,4 @@ def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> resu
 
 
 def forgets_the_last_device() -> tf.distribute.CrossDeviceOps:
-    """Makes ops that sum all values but the last device's."""
     return tf.distribute.ReductionToOneDevice(None, lambda values: tf.add_n(values[:-1]))

@@ -20,8 +20,6 @@ from tfcdo.plan import packed_trees
 
 
 class Finished(NamedTuple):
-    """End of a command."""
-
     status: int
     output: str
     errors: str
@@ -71,7 +69,6 @@ class CommandTestCase(parameterized.TestCase):
         self.enter_context(mock.patch.object(packed_trees, "_TASKS", 5_000))
 
     def output_of(self, *arguments: str, stdin: str | None = None) -> str:
-        """Returns what a command prints that does what it was asked for."""
         status, output, errors = run_tfcdo(*arguments, stdin=stdin)
         self.assertEqual(status, 0, output + errors)
         return output

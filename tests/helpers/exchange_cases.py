@@ -16,7 +16,6 @@ _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "own-exchange.md"
 
 
 def _of_the_page() -> Any:
-    """Returns the class of docs/own-exchange.md."""
     names: dict[str, Any] = {"__name__": "own_exchange"}
     blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
     exec(compile(blocks[0], _PAGE.name, "exec", dont_inherit=True), names)
@@ -59,7 +58,6 @@ def shapes_for(
 
 
 def numbers(replica: int, step: int, dtype: str = "float32") -> list[np.ndarray]:
-    """Returns a replica's values in a step."""
     draw = np.random.default_rng([replica, step])
     return [draw.normal(size=shape).astype(dtype) for shape in SHAPES]
 
@@ -67,6 +65,5 @@ def numbers(replica: int, step: int, dtype: str = "float32") -> list[np.ndarray]
 def given(
     exchange: Exchange, values: Sequence[np.ndarray], order: Sequence[int] = range(len(SHAPES))
 ) -> list[np.ndarray]:
-    """Returns values as an exchange gets them."""
     values = [values[index] for index in order]
     return values if exchange.whole_values else [np.concatenate([np.ravel(v) for v in values])]

@@ -23,7 +23,6 @@ from tfcdo.launch import supervisor
 
 # No test takes as long, unless the launcher hangs.
 SECONDS = 30
-# What every script may use.
 PREAMBLE = """
 import json, os, pathlib, signal, subprocess, sys, time
 task = json.loads(os.environ["TF_CONFIG"])["task"]["index"]

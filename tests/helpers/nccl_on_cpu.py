@@ -1,8 +1,7 @@
 """Runs the ops that GPUs would run for NCCL on virtual CPU devices.
 
-TensorFlow has a kernel for `NcclAllReduce` on GPUs alone. The C++ file beside this one has one for
-CPUs, which is compiled when it is first needed, and kept in the user's cache folder. It waits for
-all devices; here it gives up after a few seconds, so that what would hang on GPUs is an error.
+A kernel in C++ is compiled when it is first needed, and kept in the user's cache folder. It waits
+for all devices, and gives up after a few seconds, so that what would hang on GPUs is an error.
 """
 
 from __future__ import annotations

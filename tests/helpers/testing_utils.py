@@ -1,13 +1,12 @@
 """Shared by most tests: eight virtual devices, values on them, ways to call, and oracles.
 
-Importing this module configures the virtual devices, so import it before anything makes a tensor.
-The oracles are numpy in float64 and complex128 (and exact integers); nothing of tfcdo computes what
-tfcdo is compared with.
+Import it before anything makes a tensor: it configures the devices. The oracles are numpy's.
 """
 
 from __future__ import annotations
 
 import atexit
+import collections
 import dataclasses
 import os
 import shutil
@@ -194,16 +193,27 @@ def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:
     return tf.function(body, autograph=False).get_concrete_function().graph.get_operations()
 
 
+def copied_bytes(graph: tf.Graph, devices: Sequence[str]) -> dict[tuple[int, int], int]:
+    """Counts the bytes that a graph copies between devices: each tensor once for each target."""
+    copies = {
+        (tensor.ref(), devices.index(tensor.op.device), devices.index(op.device))
+        for op in graph.get_operations()
+        for tensor in op.inputs
+        if tensor.op.device in devices and op.device in devices and tensor.op.device != op.device
+        if tensor.op.type != "Unpack"  # Keys of collectives.
+    }
+    counts: collections.Counter[tuple[int, int]] = collections.Counter()
+    for tensor, source, target in copies:
+        known = tensor.deref()
+        counts[source, target] += (known.shape.num_elements() or 0) * known.dtype.size
+    return dict(counts)
+
+
 class ValuesMixin:
     """Assertions on results, for `tf.test.TestCase`."""
 
     def assert_exact(self: Any, actual: Any, expected: np.ndarray, dtype: tf.DType) -> None:
-        """Asserts that a tensor is an exact result, rounded.
-
-        The sum of the tests' values is exact. A mean's quotient is rounded, and a mean of 16
-        bits once more; and TensorFlow's graphs multiply by the divisor's reciprocal, which is
-        rounded too. Complex numbers are divided in several steps.
-        """
+        """Asserts an exact sum; or a mean, rounded as TensorFlow's graphs round its quotient."""
         self.assertEqual(dtype, actual.dtype)
         self.assertEqual(expected.shape, tuple(actual.shape))
         error = np.abs(exact(actual) - expected)

@@ -1,9 +1,7 @@
 """Python processes that have imported TensorFlow already.
 
-The import takes a new process 6 s of CPU time, longer than most tests. So tests that need processes
-of their own fork them from one that has imported TensorFlow but not started it: each has its own
-arguments, environment, folder, streams, exit status and devices. Pytest's workers share one such
-process (conftest.py). A test of Python's start, or of what an import does, takes `run_cold`.
+The import takes 6 s, so tests that need processes of their own fork them from one that has imported
+TensorFlow but not started it, and that pytest's workers share. A test of imports takes `run_cold`.
 
     warm_python.run("-c", "print(1)")
 """

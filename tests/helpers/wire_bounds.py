@@ -45,8 +45,7 @@ def error_bound(
 ) -> np.ndarray:
     """Bounds the absolute error of each element of a sum or mean whose copies are cast.
 
-    `magnitudes` are the sums (or means) over the devices of the absolute values of a pack, and
-    `depth` is the most edges between the root and a device, over all packs.
+    `magnitudes` are those of absolute values, and `depth` is the most edges from a root.
     """
     magnitudes = np.asarray(magnitudes, np.float64)
     wire = _FORMATS[wire_dtype]
@@ -68,11 +67,7 @@ def feedback_error_bound(
     wire_dtype: str,
     dtype: tf.DType = tf.float32,
 ) -> np.ndarray:
-    """Bounds the difference of the sum of all results from the sum of all values, with feedback.
-
-    Only the residuals of the last step are missing. They are added to values that are cast, so they
-    are rounded too; additions in the values' own dtype round in every step, without feedback.
-    """
+    """Bounds the difference of the sum of all results from the sum of all values, with feedback."""
     magnitudes = np.asarray(magnitudes_by_step, np.float64)
     wide = _FORMATS[dtype.name]
     once = error_bound(np.max(magnitudes, 0), depth, num_devices, wire_dtype, dtype)

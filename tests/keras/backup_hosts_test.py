@@ -1,7 +1,6 @@
-"""Two hosts, one of which gets a SIGTERM and is killed: both end as undisturbed.
+"""Two hosts, one of which gets a SIGTERM and then a SIGKILL: both end as undisturbed.
 
-`tfcdo launch` runs this file with a folder. The first run also trains undisturbed. Each run but the
-last ends with a signal to the last host.
+`tfcdo launch` runs this file with a folder; its first run also trains undisturbed.
 """
 
 from __future__ import annotations
@@ -70,7 +69,6 @@ def _train(strategy: Any, path: pathlib.Path, *callbacks: Any) -> list[int]:
             [layers.Input([4]), layers.BatchNormalization(), layers.Dropout(0.3), layers.Dense(1)]
         )
         adam = keras.optimizers.Adam(0.05, gradient_accumulation_steps=2)
-        # A few steps are quicker eagerly than traced.
         model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])

@@ -26,8 +26,8 @@ from tfcdo.cluster import protocol
 from tfcdo.keras import backup, backup_folder, preemption, training_state
 from tfcdo.training import step
 
-_EPOCHS, _STEPS, _BATCH = 3, 7, 12
-_EXAMPLES = 80  # Not a multiple of the batch: batches begin in one epoch and end in the next.
+_EPOCHS, _STEPS, _BATCH = 3, 5, 12
+_EXAMPLES = 56  # Not a multiple of the batch: batches begin in one epoch and end in the next.
 
 
 class _End(keras.callbacks.Callback):
@@ -71,7 +71,7 @@ def _data(kind: str = "resumable") -> tf.data.Dataset:
     arrays = drawn.normal(size=[_EXAMPLES, 4]), drawn.normal(size=[_EXAMPLES, 1])
     if kind == "resumable":
         return tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=3)
-    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(_BATCH)  # Seven batches.
+    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(_BATCH)  # Five batches.
     return dataset.repeat() if kind == "endless" else dataset
 
 
@@ -99,7 +99,6 @@ class _Training:
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
             options = {"metrics": ["mae"], "steps_per_execution": at_once}
-            # Some steps are quicker eagerly than traced.
             self.model.compile(_optimizer(rate), "mse", run_eagerly=not lossy, **options)
         steps = None if data == "finite" else _STEPS
         options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
@@ -144,10 +143,10 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
 class ExactTest(BackupTestCase):
     @parameterized.parameters(
         ([3], 1, {"replicas": 2, "lossy": True, "sharded": True}),
-        ([7], 1, {"data": "finite"}),
-        ([10], 1, {"data": "counted"}),
-        ([20], 1, {"data": "endless"}),
-        ([5, 17], 5, {"at_once": 2}),  # Two steps at once pass the batch of a backup.
+        ([5], 1, {"data": "finite"}),
+        ([7], 1, {"data": "counted"}),
+        ([14], 1, {"data": "endless"}),
+        ([3, 12], 3, {"at_once": 2}),  # Two steps at once pass the batch of a backup.
     )
     def test_ends_as_undisturbed(self, faults: list[int], save_freq: int, options: dict[str, Any]):
         expected = {"data": "finite"} if "data" in options else options
@@ -160,10 +159,10 @@ class ExactTest(BackupTestCase):
         self.assertFalse(self.folder.exists())
 
     @parameterized.parameters(
-        (1, 10, lambda: [_Slower()]),
+        (1, 7, lambda: [_Slower()]),
         # A backup at the end of an epoch, whose weights are swapped until the next one begins.
-        ("epoch", 9, lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]),
-        ("epoch", 9, lambda: [_Slower()]),
+        ("epoch", 7, lambda: [keras.callbacks.SwapEMAWeights(swap_on_epoch=True)]),
+        ("epoch", 7, lambda: [_Slower()]),
     )
     def test_callbacks_that_change_the_model(self, save_freq, after, make):
         """They are called again for the first batches of the epoch."""
@@ -189,7 +188,7 @@ class ExactTest(BackupTestCase):
     def test_on_other_numbers_of_replicas(self):
         """Amid an accumulation, after odd numbers of batches; the state is sharded."""
         options: Any = {"sharded": True, "exact": False}
-        for after, replicas in (3, 2), (9, 1):
+        for after, replicas in (3, 2), (7, 1):
             self.interrupted(after, self.backup(save_freq=1), replicas=replicas, **options)
         training = _Training(self.backup(), replicas=3, **options)
         undisturbed = _undisturbed(exact=False)
@@ -199,14 +198,14 @@ class ExactTest(BackupTestCase):
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:
-            if batch == 4:
+            if batch == 3:
                 signal.raise_signal(signal.SIGTERM)
 
         self.addCleanup(preemption._signalled.clear)
         with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"):
             _Training(self.backup(), keras.callbacks.LambdaCallback(on_train_batch_begin=at))
         preemption._signalled.clear()
-        names = ["epoch-00000-batch-00000005.npz", "progress", "training.json"]
+        names = ["epoch-00000-batch-00000004.npz", "progress", "training.json"]
         self.assertEqual(self.names(), names)
         self.assert_bitwise_equal(_undisturbed(), _Training(self.backup()))
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
@@ -217,26 +216,25 @@ def _dated(seconds: float) -> Any:
 
 
 class ReportTest(BackupTestCase):
-    # The times are at least as long ago as the mark.
-    @parameterized.parameters(
-        (11, _dated(-7), r" after ([7-9]|\d{2,})\.\d s at epoch 1, batch 2 \(2 batches repeated\)"),
-        (12, _dated(-20), r" after \d{2,}\.\d s at epoch 1, batch 5 \(0 batches repeated\)"),
-        (19, lambda mark: mark.unlink(), " at epoch 2, batch 4"),
-        (19, lambda mark: mark.write_text("x"), " at epoch 2, batch 4"),
-        # A clock that was set back.
-        (19, _dated(24 * 3600), r" at epoch 2, batch 4 \(1 batch repeated\)"),
-    )
-    def test_a_resumed_training_is_reported_once(self, after, change, told):
-        self.interrupted(after, self.backup(save_freq=3), exact=False)
-        change(self.folder / "progress")
-        with self.assertLogs(level="WARNING") as logs:
-            self.interrupted(_EPOCHS * _STEPS - 1, self.backup(save_freq=3), exact=False)
-        [line] = [line for line in logs.output if "resumed" in line]
-        self.assertRegex(line, f"tfcdo: resumed{told}$")
-
-    def test_nothing_is_reported_at_the_beginning(self):
+    def test_a_resumed_training_is_reported_once(self):
         with self.assertNoLogs(level="WARNING"):
-            self.interrupted(2, self.backup(), exact=False)
+            self.interrupted(8, self.backup(save_freq=3), exact=False)
+        left = self.folder.rename(self.folder.with_name("left"))
+        for change, told in (
+            # The time is at least as long ago as the mark.
+            (_dated(-7), r" after ([7-9]|\d{2,})\.\d s at epoch 1, batch 1 \(2 batches repeated\)"),
+            (lambda mark: mark.unlink(), " at epoch 1, batch 1"),
+            (lambda mark: mark.write_text("x"), " at epoch 1, batch 1"),
+            # A clock that was set back.
+            (_dated(24 * 3600), r" at epoch 1, batch 1 \(2 batches repeated\)"),
+        ):
+            shutil.copytree(left, self.folder)
+            change(self.folder / "progress")
+            with self.assertLogs(level="WARNING") as logs:
+                self.interrupted(11, self.backup(save_freq=3), exact=False)
+            [line] = [line for line in logs.output if "resumed" in line]
+            self.assertRegex(line, f"tfcdo: resumed{told}$")
+            shutil.rmtree(self.folder)
 
 
 class BadInputTest(BackupTestCase):
@@ -307,11 +305,7 @@ class BadInputTest(BackupTestCase):
 
     @parameterized.parameters(
         (True, False, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
-        (
-            False,
-            True,
-            "its on_epoch_begin or on_epoch_end.* may reorder the batches; use ",
-        ),
+        (False, True, "its on_epoch_begin or on_epoch_end.* may reorder the batches; use "),
         (False, False, None),
     )
     def test_a_pydataset_in_another_order(self, shuffle, reorders, message):
@@ -328,17 +322,13 @@ class BadInputTest(BackupTestCase):
         model.compile("sgd", "mse", run_eagerly=True)
         with mock.patch.object(log, "warn_once") as warn:
             model.fit(Data(), shuffle=shuffle, verbose=0, callbacks=[self.backup()])
-        if message is None:
-            warn.assert_not_called()
-        else:
-            self.assertRegex(warn.call_args.args[0], message)
+        self.assertRegex("".join(call.args[0] for call in warn.call_args_list), message or "^$")
 
     @parameterized.parameters(
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
         ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
         ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
         ({"backup_dir": None}, TypeError, "backup_dir must be a path; got None"),
-        ({"save_freq": 1.5}, TypeError, "save_freq must be an int"),
         ({"delete_checkpoint": "no"}, TypeError, "delete_checkpoint must be True or False; got"),
     )
     def test_arguments(self, arguments: dict[str, Any], error: type, message: str):

@@ -206,7 +206,6 @@ class HostsTest(tf.test.TestCase):
             for own, outcome in zip(results["shuffled"], outcomes, strict=True):
                 self.assertAllClose(np.ones_like(own["seen"]), own["seen"])
                 self.assertEqual(outcome.output.count("is shuffled without a seed"), 1)
-            # By the host that came last, at least.
             self.assertRegex("".join(o.output for o in outcomes), "with other seeds than on")
         with self.subTest("sizes that change"):
             rows = [np.full(2 * (2 * (at % 3) + 2), at) for at in range(70)]

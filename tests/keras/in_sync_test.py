@@ -20,7 +20,6 @@ from keras_training import (
     trained_eagerly,
 )
 
-import tfcdo.keras
 from tfcdo.training import models
 
 
@@ -59,8 +58,6 @@ class ComparisonTest(TrainingTestCase):
 
 
 class FitTest(TrainingTestCase):
-    """On one host, where `check_in_sync` is not an argument: `hosts_test` has two hosts."""
-
     # The first three executions are compared; of one step each, or of two.
     @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True))
     def test_the_first_executions(self, steps_per_execution, step, is_found):
@@ -79,12 +76,6 @@ class FitTest(TrainingTestCase):
         with self.assertRaisesRegex(RuntimeError, found) if is_found else contextlib.nullcontext():
             breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
             model.fit(*dense_data(step * BATCH), BATCH, callbacks=[breaking], verbose=0)
-
-
-class CallbackTest(tf.test.TestCase):
-    def test_needs_keras_3(self):
-        with self.assertRaisesRegex(TypeError, "^tfcdo.keras.TraceSummary needs Keras 3.*; got <"):
-            tfcdo.keras.TraceSummary().set_model(object())
 
 
 class DigestTest(tf.test.TestCase, parameterized.TestCase):

@@ -34,8 +34,6 @@ def _compiled(
     keras.utils.set_random_seed(1)
     with strategy_of(count).scope():
         model = model_class(layers())
-        options |= {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-        # A few steps are quicker eagerly than traced.
         model.compile(make(), "mse", jit_compile=jit, run_eagerly=not jit, **options)
     return model
 
@@ -103,7 +101,8 @@ class JitTest(TrainingTestCase):
             return ko.LossScaleOptimizer(inner, 16.0, dynamic_growth_steps=2)
 
         def trained(count: int) -> list[np.ndarray]:
-            model = _compiled(count, word_layers, scaling, count > 1, steps_per_execution=2)
+            options = {"metrics": ["mae"], "weighted_metrics": ["mse"], "steps_per_execution": 2}
+            model = _compiled(count, word_layers, scaling, count > 1, **options)
             self.assertEqual(model.jit_compile, count > 1)
             valid = tf.data.Dataset.from_tensor_slices(data).batch(12)
             results = _results_of_training(model, data, validation_data=valid, epochs=2)

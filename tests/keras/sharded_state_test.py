@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import tempfile
 
-import graph_testing
 import keras
 import numpy as np
 import tensorflow as tf
@@ -29,7 +28,7 @@ _data = functools.partial(dense_data, 60)  # Divides by four.
 _adam = functools.partial(ko.Adam, 0.05, global_clipnorm=0.5)
 
 
-class TrafficTest(TrainingTestCase):
+class ShardedStateTest(TrainingTestCase):
     def test_wire_dtype_casts_gradients_but_not_weights(self):
         make = functools.partial(ko.SGD, 0.2)
         ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
@@ -54,7 +53,7 @@ class TrafficTest(TrainingTestCase):
 
         with self.assertNoLogs("tensorflow", "WARNING"):  # AutoGraph leaves tfcdo's functions out.
             graph = tf.function(lambda: strategy.run(step)).get_concrete_function().graph
-        copied = graph_testing.copied_bytes(graph, tu.device_names(2))
+        copied = tu.copied_bytes(graph, tu.device_names(2))
         told = strategy.explain(shapes, shard_optimizer_state=True)
         for link, num_bytes in told.bytes_by_link.items():
             self.assertBetween(copied[link], 1, num_bytes)
@@ -82,21 +81,6 @@ class TrafficTest(TrainingTestCase):
         strategy.run(step)
         self.assert_bitwise_equal([one.read_value() for one in table.value.values])
 
-    def test_state_is_dealt_evenly(self):
-        strategy = strategy_of(4, shard_optimizer_state=True)
-        with strategy.scope():
-            variables = [keras.Variable(np.zeros([size], np.float32)) for size in range(100, 140)]
-            optimizer = ko.Adam()
-            self.assertEqual(strategy.state_bytes(optimizer), {})
-            optimizer.build(variables)
-        held = strategy.state_bytes(optimizer)
-        self.assertCountEqual(held, strategy.extended.worker_devices)
-        quarter = 2 * 4 * sum(range(100, 140)) / 4
-        for number in held.values():
-            self.assertBetween(number, 0.96 * quarter, 1.04 * quarter)
-
-
-class FailureTest(TrainingTestCase):
     def test_a_step_that_fails_changes_no_weights(self):
         """The gradient of the last variable fails; no owner has begun by then."""
         strategy = strategy_of(3, shard_optimizer_state=True)
@@ -116,10 +100,6 @@ class FailureTest(TrainingTestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "bad"):
             step(tf.constant([1.0, np.nan, 1.0, 1.0]))
         self.assertAllEqual(before, [component.numpy() for component in components])
-
-
-class CheckpointTest(TrainingTestCase):
-    """Checkpoints of sharded states are ordinary; `updates_test` has files of Keras."""
 
     def test_saved_on_four_devices_and_restored_on_one(self):
         source = sharded(4, _adam, 2, data=_data)

@@ -16,7 +16,6 @@ _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
 
 
 def manifests() -> dict[str, Any]:
-    """Returns the manifests by kind."""
     texts = re.findall(r"```yaml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
     found = [part for text in texts for part in yaml.safe_load_all(text)]
     return {part["kind"]: part for part in found}

@@ -11,15 +11,12 @@ from launch_testing import LaunchTestCase
 from tfcdo.cli import launch
 from tfcdo.cluster.config import tf_config
 
-# What Slurm's scontrol prints for the nodes of a step, one a line.
 _SCONTROL = """#!/bin/sh
 [ "$*" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
 """
 
 
 class SlurmTest(LaunchTestCase):
-    """The contract of environment variables: two nodes with two tasks each, and a fake scontrol."""
-
     def slurm_variables(self, rank: int, **changed: str) -> dict[str, str]:
         (self.folder / "scontrol").write_text(_SCONTROL)
         (self.folder / "scontrol").chmod(0o755)

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from tfcdo import log
 from tfcdo.plan import algorithms, simulator, tree_program
 from tfcdo.plan.copy_tree import binomial, chain, star, two_level
-from tfcdo.plan.plan import in_turn, plan_of_bytes, size_class
+from tfcdo.plan.plan import in_turn, plan_of_bytes
 from tfcdo.topology.presets import PRESETS, preset
 
 MB, GB = 10**6, 10**9
@@ -59,7 +59,6 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         (TypeError, "num_bytes must be an int; got 100000000.0 of type float$", "ring", 1e8),
         (TypeError, "num_packs must be an int; got True of type bool$", "ring", 10**8, True),
         (ValueError, "num_bytes .*0; got -100", "ring", -100),
-        (ValueError, "num_packs .*1", "ring", 100, 0),
     )
     def test_wrong_arguments(self, error, message, algorithm, num_bytes=10**8, num_packs=None):
         topology = preset("nvswitch", 4)
@@ -136,20 +135,7 @@ class AutoTest(plan_testing.PlanTestCase):
             self.assertRegex(line, f"auto takes ring, 4 packs, for about {told}")
 
 
-class SizeClassTest(parameterized.TestCase):
-    @hypothesis.settings(max_examples=50, deadline=None)
-    @hypothesis.given(st.integers(0, 10**6) | st.integers(0, 10**12), st.integers(0, 10**6))
-    @hypothesis.example(10**400, 0)  # Too large for a float.
-    def test_sizes_are_near_their_class_and_classes_in_order(self, size, more):
-        self.assertLessEqual(size_class(size), size_class(size + more))
-        self.assertEqual(size_class(size) == 0, size == 0)
-        if size >= 100:
-            self.assertAlmostEqual(size_class(size) / size, 1, delta=0.125)
-
-
 class WorkTest(plan_testing.PlanTestCase):
-    """Tests of how much is simulated, which decides how long a first call takes."""
-
     def test_virtual_devices_are_decided_at_once(self):
         # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
         with plan_testing.counted_work() as work:

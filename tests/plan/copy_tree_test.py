@@ -46,7 +46,6 @@ class CopyTreeTest(parameterized.TestCase):
             self.assertEqual((tree.num_devices, tree.root), (devices, root))
             self.assertEqual(tree.depth, max(nx.shortest_path_length(graph, root).values()))
             self.assertLessEqual(tree.depth, SHAPES[shape](devices))
-            # Its views agree.
             self.assertCountEqual(tree.edges, [edge[::-1] for edge in graph.edges])
             children = [tuple(sorted(graph.successors(device))) for device in range(devices)]
             self.assertEqual(tree.children, tuple(children))
@@ -62,7 +61,6 @@ class CopyTreeTest(parameterized.TestCase):
         self.assertEqual(two_level(3).parents, (None, 0, 0))
         self.assertEqual(binomial(8).parents, (None, 0, 0, 2, 0, 4, 4, 6))
         self.assertEqual(chain(4, 1).parents, (3, None, 1, 2))
-        # A path that is rooted in its middle is half as deep.
         self.assertEqual(path((4, 2, 0, 1, 3), 0).parents, (None, 0, 0, 1, 2))
 
     @parameterized.parameters(
@@ -70,18 +68,14 @@ class CopyTreeTest(parameterized.TestCase):
         (CopyTree, [(None, None)], "which has 2"),
         (CopyTree, [(None, 2)], r"parents\[1\] must be from 0 to 1; got 2"),
         (CopyTree, [(None, 0.0)], r"parents\[1\] must be an int; got 0.0", TypeError),
-        (CopyTree, [(None, -2)], "got -2"),
         (CopyTree, [(None, 2, 1)], "reach every device"),
         (CopyTree, [[None, 0]], r"parents must be a tuple; got \[None, 0\]", TypeError),
         (path, [(0, 0, 1), 0], "order"),
-        (path, [(0, 2), 0], "order"),
         (path, [(0, 1.0), 0], r"order must be a list .* ints; got \(0, 1.0\)", TypeError),
         (path, [2, 0], "order must be a list .* ints; got 2", TypeError),
         (path, [(0, 1), 2], "root"),
-        (path, [(), 0], "root"),
         *((shape, [4, 4], "root must be from 0 to 3; got 4") for shape in SHAPES),
         *((shape, [0, 0], "num_devices must be at least 1; got 0") for shape in SHAPES),
-        (star, [4.0, 0], "num_devices must be an int; got 4.0", TypeError),
         (star, [4, True], "root must be an int; got True", TypeError),
     )
     def test_wrong_arguments(self, make, arguments, message, error=ValueError):

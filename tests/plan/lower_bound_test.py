@@ -63,7 +63,6 @@ class BoundTest(plan_testing.PlanTestCase):
 
     def test_is_that_of_a_program_over_all_trees(self):
         parts = [DGX1.subset(part) for part in ((1, 3, 5), (0, 2, 4, 7, 5))]
-        # Some have links that are slower on the way back.
         drawn = [draw_machine(devices, seed) for devices in (2, 3, 4) for seed in range(3)]
         for machine in (*parts, *drawn, preset("pcie", 5)):
             expected = bound_over_all_trees(machine)

@@ -30,8 +30,6 @@ print(packed_trees.packed_trees(draw_machine(5, 1), 10**8))
 
 
 class RatiosTest(plan_testing.PlanTestCase):
-    """Tests of what the project promises: robust times against the bound, with 10 us latency."""
-
     tasks_per_search = packed_trees._TASKS
 
     @parameterized.parameters(
@@ -43,12 +41,10 @@ class RatiosTest(plan_testing.PlanTestCase):
             (preset("pcie"), {100 * MB: 1.12}),
             (draw_machine(3, 52), {GB: 1.12}),
             (DGX1, {MB: 6.8}),
-            # As `nvidia-smi` may number the devices.
             (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
             (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
             (preset("nvswitch"), {100 * MB: 1.28}),
             (draw_machine(9, 2), {GB: 1.15}),
-            (DGX1.subset((0, 1, 5, 6)), {GB: 1.085}),
             (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
         ),
     )

@@ -52,15 +52,12 @@ _PACKINGS = st.builds(
 
 
 class EveryPlanTest(absltest.TestCase):
-    """Tests of what holds whatever is asked for."""
-
     @hypothesis.settings(max_examples=100, deadline=None, derandomize=True)
     @hypothesis.given(
         values=_KINDS.map(lambda kinds: mixed(*kinds)),
         how=_PACKINGS,
         algorithm=st.sampled_from(sorted(algorithms.CLASSICS)),
         num_devices=st.sampled_from(range(1, 10)),
-        # With and without a limit on what is concatenated.
         machine=st.sampled_from(["shared_memory", "nvswitch"]),
     )
     def test_every_plan(self, values, how, algorithm, num_devices, machine):
@@ -89,7 +86,6 @@ class EveryPlanTest(absltest.TestCase):
                 self.assertCountEqual(known, full)
 
     def check_pack(self, one, content, values, how):
-        """No pack mixes dtypes, nor is too large, nor empty unless its value is."""
         self.assertEqual({values[value].dtype for value, _, _ in content}, {one.dtype})
         if len(content) > 1:
             self.assertTrue(all(stop is not None and stop > start for _, start, stop in content))

@@ -107,7 +107,6 @@ class TimelineTest(plan_testing.PlanTestCase):
             self.assertAlmostEqual(other[edge], seconds, delta=0.05 * seconds + 1e-9)
 
     def test_of_equals_the_earlier_pack_goes_first(self):
-        # Two packs want the one way from 1 to 0 at once.
         machine = preset("fully_connected", 2)
         schedule = in_turn([MB, MB], [copy_tree.star(2)])
         copies = simulator.simulate(schedule, machine).copies
@@ -134,7 +133,6 @@ class TimelineTest(plan_testing.PlanTestCase):
     @parameterized.parameters(
         ({}, 7, "plan must be for the 7 devices of .*; got one for 8"),
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
-        ({"jitter": 2.0, "seed": 1}, 8, "jitter must be from 0 to 1; got 2.0"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
         ({"jitter": "0.1", "seed": 1}, 8, "jitter must be a number; got '0.1'"),
     )
@@ -145,7 +143,6 @@ class TimelineTest(plan_testing.PlanTestCase):
 
 
 def _between(hosts: int, plan: Plan, exchange: Exchange = SUM) -> Plan:
-    """Returns a plan whose packs are added up between hosts."""
     packs = (dataclasses.replace(pack, root=RootStep(exchange)) for pack in plan.packs)
     return dataclasses.replace(plan, hosts=hosts, packs=tuple(packs))
 

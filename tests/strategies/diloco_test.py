@@ -1,7 +1,4 @@
-"""Hosts that train alone and exchange their parameters in turn, compared with a simulation.
-
-The simulation is Adam on each host's part of the batches, and an outer optimizer, in numpy.
-"""
+"""Hosts that train alone and exchange their parameters in turn, compared with numpy."""
 
 from __future__ import annotations
 
@@ -37,7 +34,6 @@ def model_with(optimizer: Any, **options: Any) -> keras.Model:
     """Builds a model whose parameters are large enough for exchanges to be cast."""
     keras.utils.set_random_seed(1)
     model = keras.Sequential([keras.Input([36]), keras.layers.Dense(40)])
-    # A few steps are quicker eagerly than traced.
     model.compile(optimizer, "mse", **(options or {"run_eagerly": True}))
     return model
 
@@ -106,7 +102,6 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
     """Exchanges in 8 bits; goes on with other objects from two steps after an exchange."""
     results = []
     for _ in range(2):
-        # There is one backup, which stays.
         backup = tfcdo.keras.BackupAndRestore("backup", STEPS + 1, delete_checkpoint=False)
         training = _outer(strategy, 3, exchange="int8")
         results.append(_train(training, _adam, backup))
@@ -149,7 +144,6 @@ def _with_step(strategy: Any) -> keras.Model:
 
 
 def other_weights(strategy: Any) -> None:
-    """Begins with other weights on each host, which all hosts find."""
     host = strategy.cluster_resolver.task_id
     strategy = _outer(strategy, 3, check_in_sync=True)
     with strategy.scope():
@@ -277,7 +271,6 @@ class DiLoCoTest(tf.test.TestCase):
             self.assertAllClose(expected, results["synchronous"][0][name], rtol=0, atol=1e-6)
 
     def check_same(self, hosts):
-        """Asserts that hosts report the same, and all their replicas have the same weights."""
         for own in hosts:
             self.assertEqual(hosts[0].keys(), own.keys())
             for name, value in own.items():

@@ -142,7 +142,6 @@ _HOST_1 = r"host 1 \(/job:worker/task:1 at 127.0.0.1:\d+\)"
 _NAMED = _HOST_1 + r" enters \d+ ms after the others in (\d+) of (\d+) steps: \d+ % of a"
 
 
-# What goes wrong on host 1, and what host 0 then says.
 _FAULTS = {
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",
@@ -186,7 +185,6 @@ class FaultsTest(tf.test.TestCase):
     def check_signal(self, *outcomes):
         for outcome in outcomes:
             self.assertEqual(0, outcome.returncode, outcome.output)
-            # One late step is no slow host.
             self.assertNotIn("after the others", outcome.output)
         boxes = self.boxes("signal")
         self.assertEqual([(0, "SIGUSR1"), (1, "SIGUSR1")], [(b.host, b.reason) for b in boxes])
@@ -231,7 +229,6 @@ class FaultsTest(tf.test.TestCase):
                 self.assertEmpty(self.boxes(fault))
 
     def until_named(self, fault):
-        """Runs with longer and longer delays, until the slow host is named."""
         for delay in _DELAYS:
             arguments = [fault, str(self.folder / fault), str(delay)]
             outcomes = clusters.run(2, __file__, arguments, _TIMEOUT)

@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 import keras
-import nightly
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
@@ -32,7 +31,6 @@ def _refuse_negative(values):
 class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        # Another test file of this process may have loaded NCCL's kernel for CPUs.
         self.enter_context(tu.kernels_for("GPU"))
         self.strategy = tfcdo.MirroredStrategy(tu.device_names(3))
 
@@ -51,14 +49,12 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_explains_what_it_runs(self):
         own = tfcdo.AllReduceCrossDeviceOps("ring", num_packs=0)
         devices = tu.device_names(4)[::-1][:3]
-        strategy = tfcdo.MirroredStrategy(devices, own)
-        shapes = [(100,), (20, 30), (7,)]
-        told = strategy.explain(shapes, "float64")
+        told = tfcdo.MirroredStrategy(devices, own).explain([(100,), (20, 30)], "float64")
         self.assertEqual(("ring", devices, repr(own)), (told.algorithm, told.devices, told.ops))
-        self.assertEqual([800, 4800, 56], [pack.num_bytes for pack in told.packs])
+        self.assertEqual([800, 4800], [pack.num_bytes for pack in told.packs])
         theirs = tfcdo.MirroredStrategy(devices, tf.distribute.ReductionToOneDevice())
         with self.assertRaisesRegex(TypeError, "cross_device_ops must be one of tfcdo's .*; got <"):
-            theirs.explain(shapes)
+            theirs.explain([(100,)])
 
     def test_gathers_structures(self):
         """In one go; along an axis other than the first; what is not distributed stays."""
@@ -135,21 +131,19 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(6.0, total.values[rank])
             self.assertAllClose(expected, decayed.values[rank])
 
-    @parameterized.parameters((None,), *nightly.cases((2,)))
-    def test_a_step_that_fails_on_one_replica_counts_on_none(self, accumulation):
+    def test_a_step_that_fails_on_one_replica_counts_on_none(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
         inputs = np.ones([4, 2], np.float32)
         inputs[-1] = -1.0  # On the last replica.
         with strategy.scope():
             check = keras.layers.Lambda(_refuse_negative)
             model = keras.Sequential([keras.Input([2]), check, keras.layers.Dense(1)])
-            optimizer = keras.optimizers.SGD(gradient_accumulation_steps=accumulation)
-            model.compile(optimizer, "mse")
+            model.compile("sgd", "mse")
         model.fit(inputs[:3], inputs[:3, :1], verbose=0)
         for _ in range(3):
             with self.assertRaises(tf.errors.InvalidArgumentError):
                 model.fit(inputs, inputs[:, :1], verbose=0)
-        counts = [int(one.numpy()) for one in optimizer._iterations.value.values]
+        counts = [int(one.numpy()) for one in model.optimizer._iterations.value.values]
         self.assertEqual([1, 1], counts)
 
     def test_datasets_that_may_have_elements_are_not_warned_of(self):
@@ -243,7 +237,7 @@ class _Unfrozen(tfcdo.exchange.Sum):
 
 
 _SHARDED = {"devices": None, "shard_optimizer_state": True}
-_THEIRS, _ONE_DEVICE = tf.distribute.ReductionToOneDevice(), tfcdo.ReductionToOneDevice()
+_ONE_DEVICE = tfcdo.ReductionToOneDevice()
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
@@ -253,11 +247,9 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("devices_per_worker must be an int; got '2'", {"devices_per_worker": "2"}),
         ("cluster_resolver must be .*ClusterResolver or None; got 5", {"cluster_resolver": 5}),
         ("exchange must be 'bfloat16', 'float16', 'int8', .* got 'int4'", {"exchange": "int4"}),
-        ("exchange must be .* got 8", {"exchange": 8}),
         ("exchange must be .* got <class", {"exchange": tfcdo.exchange.PowerSGD}),
         ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _Unfrozen()}),
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
-        ("devices must be a list of device names or None; got 2", {"devices": 2}),
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
@@ -266,8 +258,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             {"devices": None, "cross_device_ops": tfcdo.AutoAllReduce},
         ),
         ("shard_optimizer_state must be .*; got 1", _SHARDED | {"shard_optimizer_state": 1}),
-        ("is one of tfcdo's all-reduce classes", _SHARDED | {"cross_device_ops": _THEIRS}),
-        ("is one of tfcdo's all-reduce", _SHARDED | {"cross_device_ops": _ONE_DEVICE}),
+        ("is one of tfcdo's all-reduce classes", _SHARDED | {"cross_device_ops": _ONE_DEVICE}),
     )
     def test_types(self, message, arguments):
         one_host = "devices" in arguments
@@ -276,7 +267,6 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             make(**arguments)
 
     def test_each_argument_is_compared_among_hosts(self):
-        """The others are in host_unlike.py, those of exchanges in exchange/hosts_test.py."""
         auto, nccl, one = tfcdo.AutoAllReduce, tfcdo.NcclAllReduce, tfcdo.ReductionToOneDevice
         hierarchical, of_algorithm = tfcdo.HierarchicalCopyAllReduce, tfcdo.AllReduceCrossDeviceOps
         ring = functools.partial(of_algorithm, "ring")

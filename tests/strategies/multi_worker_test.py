@@ -86,7 +86,6 @@ def explained(strategy: Any) -> None:
         assert [ran[pack] for pack in sorted(ran)] == packs, (ran, packs)
         assert len(set(packs)) > 1 or not isinstance(ops, tfcdo.HierarchicalCopyAllReduce), packs
         assert told.devices == other.extended.worker_devices, told
-    # Without a strategy, the devices of this host.
     told = tfcdo.AutoAllReduce().explain(shapes)
     assert set(strategy.extended.worker_devices) <= set(told.devices), told.devices
     assert len({device.rpartition("/")[0] for device in told.devices}) == 1, told.devices
@@ -115,10 +114,9 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
         return np.stack(strategy.experimental_local_results(total))
 
     with mock.patch.object(tf.raw_ops, "CollectiveReduceV2", counted):
-        check_all_reduces(strategy)
+        check_all_reduces(strategy, tu.MEAN)
         total = summed(1.0)
         traced = len(members)
-        # Other values of the same shape are not traced again.
         np.testing.assert_array_equal(summed(2.0), 2.0 * total)
         assert len(members) == traced, (len(members), traced)
     extended._cross_device_ops = ops
@@ -169,7 +167,6 @@ class TrainingTest(tf.test.TestCase, parameterized.TestCase):
                     self.check(key, expected, [own[key] for own in results[name]])
 
     def check(self, key, expected, results):
-        """Asserts what one device has, but for rounding, and the same bits on all replicas."""
         if key.startswith("replica"):
             [expected], results = expected, np.concatenate(results)
             self.assertLen(results, 4)

@@ -34,7 +34,6 @@ class _Pair(typing.NamedTuple):
     second: tf.Tensor
 
 
-# Structures of batches, made from a vector.
 _STRUCTURES = (
     ("one", lambda numbers: numbers),
     ("tuple_of_one", lambda numbers: (numbers,)),
@@ -43,10 +42,6 @@ _STRUCTURES = (
     ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
     ("ragged", lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0))),
 )
-
-
-def _lists(dataset):
-    return [part.numpy().tolist() for part in dataset]
 
 
 def _dense(value):
@@ -71,13 +66,6 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
                 for whole, mine in zip(tf.nest.flatten(batch), tf.nest.flatten(part), strict=True):
                     if whole is not None:
                         self.assertAllEqual(_dense(whole)[start : start + count], _dense(mine))
-
-    def test_parts_of_hosts_are_contiguous(self):
-        """Host 1 of two, with two replicas each, has the last rows of each batch."""
-        dataset = _Dataset.range(10).batch(10)
-        self.assertEqual([[0, 1, 2], [3, 4, 5]], _lists(parts.cut(dataset, 0, 2, 4)))
-        self.assertEqual([[6, 7], [8, 9]], _lists(parts.cut(dataset, 2, 2, 4)))
-        self.assertEqual([[0], [1], [], []], _lists(parts.cut(_Dataset.range(2).batch(9), 0, 4, 4)))
 
     def test_shapes_stay_known_where_batches_divide(self):
         full = _Dataset.range(12).batch(6, drop_remainder=True)
@@ -108,12 +96,6 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_dataset_without_batches(self):
         with self.assertRaisesRegex(ValueError, r"must have batches.*call \.batch\(n\) on it"):
             parts.cut(_Dataset.range(5), 0, 2, 2)
-
-    def test_a_strategy_hands_out_these_parts(self):
-        strategy = strategy_of(5)
-        distributed = strategy.experimental_distribute_dataset(_Dataset.range(17).batch(12))
-        rows = [[len(part) for part in batch.values] for batch in distributed]
-        self.assertEqual([[3, 3, 2, 2, 2], [1] * 5], rows)
 
 
 class PreparedTest(tf.test.TestCase, parameterized.TestCase):
@@ -162,8 +144,6 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
-    """Keras's methods for one batch; with Keras alone, each replica takes all of it."""
-
     # Batches that do not divide. XLA draws other numbers.
     @parameterized.parameters((3, (5, 1), 0.4, "run_eagerly"), (2, (1,), 0.0, "jit_compile"))
     def test_as_on_one_device(self, replicas, sizes, rate, option):

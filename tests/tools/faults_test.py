@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import collections
 import errno
 import functools
 import os
@@ -16,7 +15,6 @@ import faults
 import nightly
 from absl.testing import absltest, parameterized
 
-# Ends with the number of the error.
 _CONNECT = """
 import socket, sys
 with socket.socket() as probe:
@@ -71,7 +69,6 @@ class FaultsTest(parameterized.TestCase):
 
     @parameterized.parameters(
         ("kill worker", (1,), 2, "", ""),
-        ("pause", (1,), 1, "", ""),
         ("kill both", (0, 1), 2, "differs", "differs by 1e-06 from the same hosts"),
         ("kill chief", (0,), 2, "skips", "steps are missing"),
     )
@@ -86,18 +83,6 @@ class FaultsTest(parameterized.TestCase):
 
 
 class CasesTest(absltest.TestCase):
-    def test_drawn_cases(self):
-        cases = faults.draw_cases()
-        self.assertEqual(cases[:10], faults.draw_cases(10))
-        kinds = collections.Counter(case.kind for case in cases)
-        self.assertEqual(kinds, {kind: 10 * times for kind, (times, _) in faults.KINDS.items()})
-        self.assertEqual({case.moment for case in cases}, {*faults.MOMENTS})
-        for case in cases:
-            if case.kind.startswith("kill"):
-                self.assertEqual(0 in case.victims, case.kind != "kill worker")
-            self.assertLen(case.victims, 2 if case.kind == "kill both" else 1)
-            self.assertLess(max(case.victims), case.hosts)
-
     def test_a_hang_is_a_problem_and_nothing_is_left(self):
         process = subprocess.Popen(["sleep", "600"])
         self.enter_context(mock.patch.object(faults, "_start", lambda *_, **__: process))
@@ -105,17 +90,6 @@ class CasesTest(absltest.TestCase):
         outcome = faults.run_case(faults.Case("kill worker", "step", 2, (1,), 12))
         self.assertEqual(outcome.problem, "hangs: no sign of step 12 in 0.2 s")
         self.assertEqual(process.returncode, -9)
-
-    def test_a_process_that_is_left_is_a_problem(self):
-        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        left = subprocess.Popen(["sleep", "600"])
-        self.addCleanup(left.wait)
-        self.addCleanup(left.kill)
-        for host, pid in enumerate((os.getpid(), left.pid)):
-            (folder / f"pid-0-{host}").write_text(str(pid))
-        os.utime(folder / "pid-0-0", (0, 0))  # A number that was given again.
-        self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
-        self.assertEqual(faults._left(folder), [left.pid])
 
     def test_a_network_that_is_cut(self):
         if not faults.can_cut():

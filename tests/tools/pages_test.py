@@ -2,11 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
-import importlib.metadata
-import io
 import pathlib
-import platform
 import sys
 import tempfile
 from typing import Any
@@ -27,7 +23,6 @@ from compat_trainings import TRAININGS, Training
 from tfcdo.bench import results
 
 PAGE = pages.ROOT / "docs" / "compat.md"
-# Calls in another process are Python expressions.
 _SERVED = """
 import os
 from tfcdo.bench import worker_pool
@@ -64,10 +59,6 @@ class JudgeTest(parameterized.TestCase):
     def test_trainings(self, differences: Any, reason: str, mark: str, text: str):
         self.assertEqual(Training(reason=reason).judge(differences), (mark, text))
 
-    def test_errors_have_neither_colors_nor_stacks(self):
-        message = "Bad \033[1mcall\033[0m. Node x defined at (most recent call last): /y"
-        self.assertEqual(pages.error_text(ValueError(message)), "ValueError: Bad call. Node x")
-
 
 class RunTest(absltest.TestCase):
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
@@ -92,7 +83,6 @@ class PageTest(absltest.TestCase):
         readme = [*compat.readme_rows(rows)]
         self.assertEqual(readme[0], ("`global_clipnorm`", "✗ | x", "✓"))
         self.assertLen(readme, 5)
-        # The page that is kept has these rows.
         kept = PAGE.read_text(encoding="utf-8")
         for name in compat.WORK:
             self.assertIn(f"\n| {name} | ", kept)
@@ -104,7 +94,6 @@ class PageTest(absltest.TestCase):
         if f"TensorFlow {tf.__version__}," not in page:
             self.skipTest(f"docs/compat.md is not of TensorFlow {tf.__version__}")
         lines = page.splitlines()
-        # Another test file of this process may have loaded NCCL's kernel for CPUs.
         self.enter_context(tu.kernels_for("GPU"))
         for name, case in CASES.items():
             with self.subTest(name):
@@ -137,16 +126,6 @@ class PerformanceTest(absltest.TestCase):
         row = performance.row("workers 2", hosts)
         self.assertEqual(row, ["`workers 2`", "3.0", "4.0", "", "1.0"])
 
-    def test_the_floor_takes_time(self):
-        self.assertGreater(performance.floor_seconds(2, 2**22 + 8), 0.0)
-
-    def test_progress_is_a_line_for_each_item(self):
-        times = mock.patch.object(pages.time, "monotonic", side_effect=[10.0, 10.0, 135.9])
-        with times, contextlib.redirect_stderr(io.StringIO()) as errors:
-            self.assertEqual(list(pages.with_progress(["a", "b"], str.upper)), ["a", "b"])
-        lines = ["1 of 2, after 0:00 minutes: A", "2 of 2, after 2:05 minutes: B"]
-        self.assertEqual(errors.getvalue().splitlines(), lines)
-
     def test_lines_replace_the_ones_before(self):
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "page.md")
         begin, end = "<!-- made by tools/a.py: begin -->", "<!-- end -->"
@@ -158,15 +137,6 @@ class PerformanceTest(absltest.TestCase):
 
 
 class RecordTest(absltest.TestCase):
-    def test_an_entry_is_what_pytest_reports_in_this_environment(self):
-        report = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "junit.xml")
-        counts = 'errors="1" failures="2" skipped="3" tests="10"'
-        report.write_text(f"<testsuites><testsuite {counts} /></testsuites>", encoding="utf-8")
-        entry = tested_versions.entry_of(report)
-        self.assertEqual((entry["passed"], entry["failed"], entry["skipped"]), (4, 3, 3))
-        self.assertEqual(entry["python"], platform.python_version())
-        self.assertEqual(entry["tensorflow"], importlib.metadata.version("tensorflow"))
-
     def test_the_page_is_made_from_the_record(self):
         record = tested_versions.read_record()
         self.assertNotEmpty(record)
@@ -176,14 +146,6 @@ class RecordTest(absltest.TestCase):
 
 
 class FiguresTest(tf.test.TestCase):
-    def test_a_training_and_the_picture(self):
-        """`demo_test` compares such trainings with one device."""
-        losses, accuracy = figures.train_digits(tf.distribute.get_strategy(), 2, num_tests=397)
-        self.assertLess(losses[1], losses[0])
-        self.assertGreater(accuracy, 0.2)  # Of ten digits.
-        drawn = figures.draw("loss", dict.fromkeys(figures.STYLES["loss"], losses))
-        self.assertLen(drawn.axes[0].lines, 3)
-
     def test_error_feedback_descends_where_rounding_stops(self):
         names = ("bfloat16", "bfloat16, error feedback")
         losses = {name: figures.badly_scaled_losses(name, 150) for name in names}

@@ -70,7 +70,6 @@ class DetectTest(parameterized.TestCase):
         program.chmod(0o755)
 
     def detect(self, *devices: str) -> tuple[topology.Topology, list[str]]:
-        """Returns what is detected, and the lines that are logged."""
         with self.assertLogs("absl", "INFO") as logs:
             found = detection.detect(devices)
         self.assertEqual(found.num_devices, len(devices))
@@ -164,7 +163,6 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual((self.folder / "calls").read_text(), "x")
 
     def tensorflow_with(self, *names: str, cut_in_two: str = "none") -> Any:
-        """Puts a TensorFlow in place that shows some physical devices."""
         devices = [
             types.SimpleNamespace(name=f"/physical_device:{name}", device_type=name[:3])
             for name in names
@@ -191,7 +189,6 @@ class NamesTest(absltest.TestCase):
         self.assertContainsSubset(tfcdo.__all__, dir(tfcdo))
         source = pathlib.Path(tfcdo.__file__).read_text(encoding="utf-8")
         homes = re.findall(r"^    from tfcdo\.?(\S*) import (\w+) as \2$", source, re.MULTILINE)
-        # As type checkers read it, and as it is.
         known = {**tfcdo._MODULES, **dict.fromkeys(tfcdo._PACKAGES, "")}
         self.assertEqual(known, {name: module for module, name in homes})
         for name in tfcdo.__all__:

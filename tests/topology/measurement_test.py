@@ -9,11 +9,10 @@ from collections.abc import Sequence
 from unittest import mock
 
 import cli_testing
-import measurement_testing
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from topology_testing import meet
+from topology_testing import measure_briefly, meet
 
 import tfcdo
 from tfcdo import topology
@@ -26,7 +25,7 @@ from tfcdo.topology.topology import FORMAT
 class MeasureTest(tf.test.TestCase, parameterized.TestCase):
     def setUp(self) -> None:
         super().setUp()
-        self.folder = measurement_testing.measure_briefly(self)
+        self.folder = measure_briefly(self)
 
     def test_is_not_used_unasked(self):
         devices = tu.device_names(3)
@@ -105,8 +104,6 @@ def _half_duplex() -> Topology:
 
 
 class InferenceTest(parameterized.TestCase):
-    """What copies share is inferred from their times: of machines that the test knows."""
-
     @parameterized.parameters(
         # Fast links without a common device are not tried together: of the 66 pairs of 12 links,
         # 12 of one source, 12 of one target, and 6 back and forth.

@@ -27,14 +27,12 @@ def sample(name: str) -> Topology:
 
 
 def table(rows: list[list[str]]) -> Topology:
-    """Reads a table that holds nothing but these entries."""
     names = [f"GPU{i}" for i in range(len(rows))]
     lines = [" ".join([name, *row]) for name, row in zip(names, rows, strict=True)]
     return Topology.from_nvidia_smi("\n".join(["  ".join(names), *lines]))
 
 
 def all_alike(num_devices: int, nvlinks: int) -> Topology:
-    """Reads a table in which each pair is joined by the same number of NVLinks."""
     gpus = range(num_devices)
     return table([["X" if a == b else f"NV{nvlinks}" for b in gpus] for a in gpus])
 
@@ -44,7 +42,6 @@ class NvidiaSmiTest(parameterized.TestCase):
         ("dgx1_v100", (0, 3, 1, 2, 4, 7, 5, 6), "dgx1"), ("pcie_4", range(4), "pcie")
     )
     def test_presets(self, name, order, expected):
-        """A DGX-1 has other numbers."""
         self.assertEqual(sample(name).subset(order).fingerprint, preset(expected).fingerprint)
 
     @parameterized.parameters(

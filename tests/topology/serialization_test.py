@@ -85,8 +85,6 @@ class JsonTest(parameterized.TestCase):
         except ValueError as error:
             self.assertNotIn("\n", str(error))
 
-
-class FormatsTest(parameterized.TestCase):
     def test_a_topology_is_not_taken_for_a_measurement_by_its_name(self):
         machine = dataclasses.replace(preset("pcie", 2), name="date")
         self.assertEqual(machine, measurement.parse(machine.to_json().encode()).topology)

@@ -23,8 +23,6 @@ DGX1_P100 = "0-1 0-2 0-3 1-2 1-3 2-3   4-5 4-6 4-7 5-6 5-7 6-7   0-4 1-5 2-6 3-7
 
 
 class PresetsTest(parameterized.TestCase):
-    """The presets are the machines that their documentation describes."""
-
     def test_dgx1_with_p100(self):
         machine = preset("dgx1_p100")
         for a, b in ordered_pairs(8):
@@ -44,18 +42,10 @@ class PresetsTest(parameterized.TestCase):
             a, b, c, d = map(int, found.replace(" ", ""))
             self.assertEqual(meet(machine, (a, b), (c, d)), found in meeting, found)
 
-    def test_speeds(self):
-        for name, speeds in (("nvswitch", [300] * 4), ("pcie", [12, 10, 10, 10])):
-            machine = preset(name, 5)
-            self.assertEqual([gigabytes(machine, 0, other) for other in range(1, 5)], speeds)
-            self.assertEqual({link.via_host for link in machine.links}, {False})
-        self.assertEqual(gigabytes(preset("pcie", 5), 4, 0), 10)
-
     @parameterized.parameters(
         ("dgx2", None, "name must be one of dgx1, .*; got 'dgx2'"),
         ("dgx1", 9, "at most 8; got 9"),
         (["pcie"], None, r"name must be one of .*; got \['pcie'\]"),
-        ("pcie", 0, "num_devices"),
         ("pcie", True, "num_devices must be an int; got True"),
         ("pcie", 1.0, "num_devices must be an int; got 1.0"),
     )
@@ -118,7 +108,6 @@ class TopologyTest(parameterized.TestCase):
         self.assertLen(machine.direct_links, 32)
         self.assertLen(machine.subset([0, 5]).direct_links, 2)
         self.assertLen(machine.subset([0, 1, 5]).direct_links, 4)
-        # They lead to every device, but not back.
         wires = [(*pair, [Resource(f"{pair}", 1e9)]) for pair in ordered_pairs(3)]
         routes = [Route(*wire, via_host=wire[0] > wire[1]) for wire in wires]
         self.assertLen(Topology.from_routes("one way", 3, routes).direct_links, 6)
@@ -127,7 +116,6 @@ class TopologyTest(parameterized.TestCase):
         ({"num_devices": 0}, "num_devices"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
-        ({"addition_bandwidth": 0.0}, "addition_bandwidth"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
         ({"addition_bandwidth": "1G"}, "addition_bandwidth must be a number; got '1G'"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
@@ -141,10 +129,6 @@ class TopologyTest(parameterized.TestCase):
         machine = preset("fully_connected", 2)
         with self.assertRaisesRegex((ValueError, TypeError), message):
             dataclasses.replace(machine, **change)
-
-    def test_a_bandwidth_is_a_number(self):
-        with self.assertRaisesRegex(TypeError, "bandwidth of 'bus' must be a number; got None"):
-            Resource("bus", _NO_NUMBER)
 
     def test_resources_of_one_name_are_one_resource(self):
         bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)
