@@ -301,6 +301,13 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         for _ in range(8):
             lost += [first.lost(1), second.lost(1, -3 - 2 * TINY["bfloat16"])]
         self.assertAllClose([0.0, 0.0], lost, atol=2 * MOST)
+        # Variables of functions that are gone are used again, in a strategy too.
+        number = len(residuals(ops))
+        del first, second
+        gc.collect()
+        third = made()
+        self.assertLess(abs(third.lost(8)), MOST)
+        self.assertLen(residuals(ops), number)
 
     def test_eager_residuals_are_not_those_of_a_function_that_is_gone(self):
         ops = make_ops()

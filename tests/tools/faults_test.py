@@ -113,6 +113,17 @@ class CasesTest(absltest.TestCase):
         self.assertGreaterEqual(len(results), 10)
         self.assertEqual({*results}, {"correct |"})
 
+    def test_a_process_that_is_left_is_a_problem(self):
+        folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
+        left = subprocess.Popen(["sleep", "600"])
+        self.addCleanup(left.wait)
+        self.addCleanup(left.kill)
+        for host, pid in enumerate((os.getpid(), left.pid)):
+            (folder / f"pid-0-{host}").write_text(str(pid))
+        os.utime(folder / "pid-0-0", (0, 0))  # A number that was given again.
+        self.enter_context(mock.patch.object(faults, "_ENDED_SECONDS", 0.1))
+        self.assertEqual(faults._left(folder), [left.pid])
+
 
 if __name__ == "__main__":
     absltest.main()
