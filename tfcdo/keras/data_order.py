@@ -112,7 +112,7 @@ def why_not(epoch_iterator: Any) -> str | None:
     elif kind == "PyDatasetAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order of a PyDataset's batches in each epoch"
     elif keras_internals.notes_epochs(epoch_iterator):
-        reason = "its on_epoch_begin or on_epoch_end, which a resumed training skips, may reorder it"
+        reason = "its on_epoch_begin or on_epoch_end, which resuming skips, may reorder the batches"
     for dataset in _datasets(epoch_iterator):
         if tf_internals.is_reshuffled(dataset):
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
