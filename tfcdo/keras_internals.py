@@ -42,6 +42,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
     (BaseOptimizer, "build", ("self", "variables")),
     (BaseOptimizer, "_accumulated_gradients", ()),
+    (BaseOptimizer, "_check_variables_are_known", ("self", "variables")),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
     (BaseOptimizer, "_iterations", ()),
     (BaseOptimizer, "_model_variables_moving_average", ()),
@@ -155,6 +156,16 @@ def leaves(optimizer: Any) -> list[Any]:
     return [optimizer]
 
 
+def optimizers_of(model: Any) -> dict[str, Any]:
+    """Returns a model's optimizers, also those of a `train_step` of the user's, by attribute."""
+    attributes = sorted(vars(model).items(), key=lambda item: (item[0] != "optimizer", item[0]))
+    found: dict[str, Any] = {}
+    for name, value in attributes:
+        if isinstance(value, BaseOptimizer) and all(value is not one for one in found.values()):
+            found[name] = value
+    return found
+
+
 def strategy_of(optimizer: Any) -> Any:
     """Returns the strategy in whose scope an optimizer was made."""
     return optimizer._distribution_strategy
@@ -163,6 +174,11 @@ def strategy_of(optimizer: Any) -> Any:
 def trainable_variables(optimizer: Any) -> list[Any]:
     """Returns the variables that a built optimizer updates."""
     return list(getattr(optimizer, "_trainable_variables", ()))
+
+
+def check_known(leaf: Any, variables: Sequence[Any]) -> None:
+    """Raises Keras's error for variables that an optimizer was not built with."""
+    leaf._check_variables_are_known(variables)
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
@@ -358,9 +374,14 @@ def without_loss(model: Any) -> Iterator[None]:
 
 
 def symbolic_build(model: Any, spec: Any) -> None:
-    """Makes all variables of a model from the spec of a batch, as its first step would."""
-    with model.distribute_strategy.scope():
-        model._symbolic_build(data_batch=spec)
+    """Makes all variables of a model from the spec of a batch, but not its optimizer's."""
+    attributes = vars(model)
+    optimizer, attributes["optimizer"] = model.optimizer, None
+    try:
+        with model.distribute_strategy.scope():
+            model._symbolic_build(data_batch=spec)
+    finally:
+        attributes["optimizer"] = optimizer
 
 
 def map_structure(function: Callable[..., Any], structure: Any) -> Any:

@@ -53,6 +53,20 @@ class _Slower(keras.callbacks.LearningRateScheduler):
         rate.assign(0.97 * rate)
 
 
+class TwoOptimizers(keras.Sequential):
+    """Updates its last layer with an optimizer of its own, as a GAN updates its other half."""
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(inputs, targets, self(inputs, training=True))
+        first, second = (layer.trainable_variables for layer in self.layers)
+        gradients = tape.gradient(loss, [one.value for one in (*first, *second)])
+        self.optimizer.apply(gradients[:2], first)
+        self.second.apply(gradients[2:], second)
+        return {"loss": loss}
+
+
 def _layers(exact: bool) -> list[Any]:
     layers = keras.layers
     own_of_each = [layers.BatchNormalization(), layers.Dropout(0.3)] if exact else []
@@ -171,6 +185,33 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
+    @parameterized.parameters(1, 2)
+    def test_optimizers_of_a_train_step(self, replicas):
+        """On one device they are built in the first step, and one wraps another."""
+
+        def fit(*callbacks: Any) -> list[bytes]:
+            strategy = tf.distribute.get_strategy()
+            if replicas > 1:
+                strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
+            keras.utils.set_random_seed(0)
+            with strategy.scope():
+                model = TwoOptimizers(_layers(exact=False))
+                inner = keras.optimizers.SGD(0.1, momentum=0.9)
+                model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", run_eagerly=True)
+                model.second = keras.optimizers.Nadam(0.1)
+            model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
+            return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
+
+        def end(batch: int, logs: Any) -> None:
+            if batch == 2:
+                raise KeyboardInterrupt
+
+        expected = fit()
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(save_freq=1), keras.callbacks.LambdaCallback(on_train_batch_end=end))
+        backup._writer.submit(int).result()
+        self.assertEqual(expected, fit(self.backup()))
+
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
             training.model.stop_training = epoch == 1
@@ -178,10 +219,9 @@ class ExactTest(BackupTestCase):
         training = mock.Mock()
         end = keras.callbacks.LambdaCallback(on_epoch_end=stop)
         end.set_model = lambda model: setattr(training, "model", model)
-        callbacks: Any
-        for callbacks in ([end], []), ([], [end]):  # Before the backup, or after it.
-            backups = self.backup(delete_checkpoint=False)
-            _Training(*callbacks[0], backups, *callbacks[1], exact=False)
+        backups = self.backup(delete_checkpoint=False)
+        for callbacks in ([end, backups], [backups, end]):
+            _Training(*callbacks, exact=False)
             self.assertIn("epoch-00002-batch-00000000.npz", self.names())
             shutil.rmtree(self.folder)
 

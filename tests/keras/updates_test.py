@@ -213,6 +213,16 @@ class OwnLoopTest(TrainingTestCase):
         self.assertAllEqual([3.0 - 2 * 2], variable)
         self.assertAllEqual([3.0], optimizer.first[0])
 
+    @parameterized.parameters((False, None), (False, 2), (True, None))
+    def test_variables_that_the_optimizer_does_not_know(self, sharded, accumulated):
+        strategy = strategy_of(2, shard_optimizer_state=sharded)
+        with strategy.scope():
+            variables = [keras.Variable([1.0]), keras.Variable([1.0])]
+            optimizer = ko.Adam(0.1, gradient_accumulation_steps=accumulated)
+            optimizer.build(variables[:1])
+        with self.assertRaisesRegex(ValueError, "Unknown variable"):
+            strategy.run(lambda: optimizer.apply([tf.ones([1])] * 2, variables))
+
     def test_replicas_meet_once_for_gradients(self):
         strategy = strategy_of(2)
         with strategy.scope():
@@ -440,6 +450,29 @@ class GradientsTest(TrainingTestCase):
         tu.call_in_six_threads(train)
         change = 0.25 * 2 * sum(range(1, 7))
         self.assertAllClose([1.0 - change, 2.0 - change], variable)
+
+
+class FrozenTest(TrainingTestCase):
+    @parameterized.parameters(False, True)
+    def test_a_layer_is_frozen_amid_an_accumulation(self, sharded):
+        """The next update drops its accumulated gradients, also on a device that owns no other."""
+
+        def trained(count: int) -> keras.Model:
+            def layers() -> list[Any]:
+                return [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)]
+
+            strategy = strategy_of(count, shard_optimizer_state=sharded)
+            with strategy.scope():
+                model = model_of(layers, ko.SGD(0.1, 0.9, gradient_accumulation_steps=2))
+                model.optimizer.build(model.trainable_variables)
+            for trainable in (True, False, True):
+                model.layers[0].trainable = trainable
+                with strategy.scope():
+                    model.compile(model.optimizer, "mse", run_eagerly=True)
+                model.fit(*dense_data(3 * BATCH), BATCH, shuffle=False, verbose=0)
+            return model
+
+        self.assert_same_training(trained(1), trained(3))
 
 
 class SavedTest(TrainingTestCase):

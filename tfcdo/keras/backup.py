@@ -298,9 +298,7 @@ class BackupAndRestore(Callback):
         # In a strategy's scope, Keras has made all variables. Else the first step would make them.
         if self._iterator is not None:
             keras_internals.symbolic_build(model, keras_internals.element_spec(self._iterator))
-        if model.optimizer is not None:
-            with model.distribute_strategy.scope():
-                keras_internals.build(model.optimizer, model.trainable_variables)
+        training_state.build(model, header)
         training_state.check_same_model(model, header, str(self.backup_dir))
         training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])

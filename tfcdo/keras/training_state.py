@@ -48,7 +48,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
     """Takes a copy of all state, as JSON and values for `fetch`; all hosts must call it at once."""
     strategy = model.distribute_strategy
     host, hosts = host_of(strategy)
-    slots = _slots(model)
+    slots = _slots(model, _built(model))
     metrics = _metric_slots(model) if with_metrics else []
     shared, own = {}, {}
     for key, slot in [*_keyed("v", slots), *_keyed("m", metrics)]:
@@ -66,6 +66,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         "hosts": hosts,
         "replicas": strategy.num_replicas_in_sync,
         "optimizer": _optimizer_names(model),
+        "built": _built(model),
         "variables": [[*slot.signature, slot.combine] for slot in slots],
         "metrics": [[*slot.signature, slot.combine] for slot in metrics],
     }
@@ -131,6 +132,36 @@ def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
     return joined
 
 
+def build(model: keras.Model, header: Mapping[str, Any]) -> None:
+    """Makes the variables of the optimizers of a saved state, as that training's steps have."""
+    weights = model.weights
+    for name, indices in _built_of(header).items():
+        optimizer = keras_internals.optimizers_of(model).get(name)
+        if optimizer is not None and max(indices or [0]) < len(weights):
+            known = [weights[i] for i in indices or ()]
+            with model.distribute_strategy.scope():
+                keras_internals.build(optimizer, known or model.trainable_variables)
+
+
+def _built(model: keras.Model) -> dict[str, list[int] | None]:
+    """Returns for each optimizer that has been built the weights that it updates."""
+    index = {id(variable): at for at, variable in enumerate(model.weights)}
+    built: dict[str, list[int] | None] = {}
+    for name, optimizer in keras_internals.optimizers_of(model).items():
+        if optimizer.built:
+            leaves = keras_internals.leaves(optimizer)
+            known = [v for leaf in leaves for v in keras_internals.trainable_variables(leaf)]
+            at = [index.get(id(variable), -1) for variable in known]
+            built[name] = None if -1 in at else at
+    return built
+
+
+def _built_of(header: Mapping[str, Any]) -> dict[str, list[int] | None]:
+    # Earlier versions saved one optimizer.
+    built: dict[str, list[int] | None] = header.get("built", {"optimizer": None})
+    return built
+
+
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
     """Raises a ValueError unless a saved state is one of this model and optimizer."""
     remedy = "give each training a backup_dir of its own, or remove this one"
@@ -146,9 +177,12 @@ def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str)
             f"{'/'.join(_optimizer_names(model)) or None}; {remedy}"
         )
     saved = [tuple(map(str, variable[:3])) for variable in header["variables"]]
-    present = [tuple(map(str, slot.signature)) for slot in _slots(model)]
+    present = [tuple(map(str, slot.signature)) for slot in _slots(model, _built_of(header))]
     for index, (one, other) in enumerate(zip(saved, present, strict=False)):
-        if one != other:
+        # The path of an optimizer's variable has the scopes in which it was built: a first step's,
+        # or none here. Its name has the path of the model's variable.
+        name = one[0] if "/" in other[0] else one[0].rpartition("/")[2]
+        if (name, *one[1:]) != other:
             raise ValueError(
                 f"the backup {source} is of another model: its variable {index} is "
                 f"{' '.join(one)}, and the model's is {' '.join(other)}; {remedy}"
@@ -163,7 +197,7 @@ def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str)
 def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
     """Gives a model and its optimizer a saved state, except for the metrics."""
     strategy = model.distribute_strategy
-    _assign(strategy, _slots(model), "v", header, header["variables"], arrays)
+    _assign(strategy, _slots(model, _built_of(header)), "v", header, header["variables"], arrays)
     host, hosts = host_of(strategy)
     prefix = f"r.{host}."
     residuals = {
@@ -237,14 +271,15 @@ def _for_replicas(values: list[np.ndarray], combine: str, count: int) -> list[np
     return [values[0]] * count
 
 
-def _slots(model: keras.Model) -> list[_StateEntry]:
-    """Returns all state but metrics: weights, statistics, seeds and the optimizer's variables."""
+def _slots(model: keras.Model, built: Iterable[str]) -> list[_StateEntry]:
+    """Returns all state but metrics: weights, statistics, seeds, and variables of optimizers."""
     metrics = {id(variable) for variable in model.metrics_variables}
-    optimizer = getattr(model.optimizer, "variables", ())
+    optimizers = keras_internals.optimizers_of(model)
+    of_all = [one for name in built if name in optimizers for one in optimizers[name].variables]
     models = [variable for variable in model.variables if id(variable) not in metrics]
     slots = [
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
-        *(_slot(variable, is_state=False) for variable in optimizer),
+        *(_of_optimizer(_slot(variable, is_state=False)) for variable in of_all),
     ]
     for state in updates.states_of(model.optimizer):
         slots = [_of_host(slot) for slot in slots] + [_of_host(_slot(state.examples, False))]
@@ -268,6 +303,11 @@ def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
     elif is_state and value.aggregation == tf.VariableAggregation.NONE:
         combine = _OWN  # Each replica writes to its own, such as the state of a seed.
     return _StateEntry(name, combine, tuple(value.values))
+
+
+def _of_optimizer(slot: _StateEntry) -> _StateEntry:
+    """Returns an optimizer's variable by its own name."""
+    return dataclasses.replace(slot, name=slot.name.rpartition("/")[2])
 
 
 def _of_host(slot: _StateEntry) -> _StateEntry:

@@ -250,6 +250,7 @@ def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
     """Updates, or accumulates, with an optimizer without inner ones; where the replicas meet."""
+    keras_internals.check_known(leaf, variables)
     shards = strategy.extended.shard_optimizer_state
     grads = unified(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None]
@@ -308,8 +309,12 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
         if not keras_internals.is_overwritten(variable):
             grad = accumulator.value + tf.convert_to_tensor(grad)
-            accumulator.assign(tf.zeros_like(accumulator.value))
         sums.append(grad)
+    # As Keras does, also those of variables that are frozen since.
+    of_all = keras_internals.trainable_variables(leaf)
+    to_empty = [one for one in of_all if not keras_internals.is_overwritten(one)]
+    for accumulator in keras_internals.accumulators(leaf, to_empty):
+        accumulator.assign(tf.zeros_like(accumulator.value))
     return sums
 
 
