@@ -12,6 +12,8 @@ from clusters import copies, other_strategy, scope, weights
 from keras import optimizers as ko
 from keras_training import BATCH, dense_data, dense_layers, model_of, word_data, word_layers
 
+import tfcdo.keras
+
 _REST = 7  # The last batch does not divide by two hosts, nor by four replicas.
 
 
@@ -133,6 +135,21 @@ def empty_host(strategy: Any) -> dict[str, np.ndarray]:
     }
 
 
+class _Unused(keras.layers.Layer):
+    """Gathers the rows of all replicas, and uses none, as a loss of the layer does in `predict`."""
+
+    def call(self, inputs: Any) -> Any:
+        tfcdo.keras.global_batch(inputs)
+        return inputs
+
+
+def unused_rows(strategy: Any) -> dict[str, np.ndarray]:
+    """Predicts with a layer that gathers rows which nothing uses."""
+    with scope(strategy):
+        model = keras.Sequential([keras.layers.Input((4,)), _Unused()])
+    return {"predicted": model.predict(dense_data(11)[0], 4, verbose=0)}
+
+
 def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
     """Gathers and reduces values whose sizes change, more often than keys come back."""
     host = strategy.cluster_resolver.task_id
@@ -192,6 +209,7 @@ _TRAININGS = {
     "callbacks": 1e-5,
     "uneven_loop": 0.0,
     "empty_host": 2e-6,
+    "unused_rows": 0.0,
 }
 
 

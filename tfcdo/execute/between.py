@@ -246,9 +246,8 @@ class Collectives:
         all_sizes = tf.constant(_SIZES, tf.int64)
         index = tf.reduce_sum(tf.cast(all_sizes < tf.reduce_max(totals), tf.int32))
         size = all_sizes[index]
-        flat = tf.concat([rounding.laid_out([tensor]) for tensor in tensors], 0)
-        padding = tf.zeros([size - tf.size(flat, tf.int64)], flat.dtype)
-        sent = tf.concat([flat, padding], 0)
+        flat = rounding.laid_out(tensors)
+        sent = tf.pad(flat, [[0, size - tf.size(flat, tf.int64)]])
         key = next(self._keys) + (index + 1) * NUM_KEYS
         [gathered] = self.emit(tf.raw_ops.CollectiveGatherV2, [sent], [device], key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
