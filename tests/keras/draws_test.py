@@ -125,6 +125,22 @@ class DrawsTest(TrainingTestCase):
         self.assertGreater(np.std(expected, (0, 2, 3)).min(), 0.1)
         self.assertAllClose(expected, predicted(3), 1e-6, 1e-6)
 
+    @parameterized.parameters(True, False)
+    def test_sizes_that_tensorflow_knows(self, run_eagerly):
+        """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP."""
+
+        class Noise(kl.Layer):
+            def call(self, inputs: Any) -> Any:
+                return inputs + keras.random.normal((tf.shape(inputs)[0], 1, 1), seed=self.seed)
+
+        def noisy() -> list[Any]:
+            layer = Noise()
+            layer.seed = keras.random.SeedGenerator(3)
+            return [layer]
+
+        expected = fitted(1, noisy, data(12), run_eagerly=True)
+        self.assert_same_training(expected, fitted(3, noisy, data(12), run_eagerly=run_eagerly))
+
     @parameterized.parameters(("none", False), ("before", True), ("outside", False))
     def test_seeds_made_outside_of_the_scope(self, kind, run_eagerly):
         """None, for which Keras makes one generator of all functions, here in the step or before.

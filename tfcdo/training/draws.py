@@ -138,6 +138,8 @@ def _first(shape: Any) -> Any:
     if shape is None:
         return None
     first = next(iter(shape), 0)
+    if tf.is_tensor(first):  # TensorFlow may know it, as of `tf.shape(inputs)[0]`.
+        first = tf.zeros([first]).shape[0]
     return None if first is None or tf.is_tensor(first) else int(first)
 
 
