@@ -14,13 +14,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
+import numpy as np
 import tensorflow as tf
 from keras.src import tree
+from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as _loss
 from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.random import seed_generator as _seed_generator
 from keras.src.trainers import compile_utils as _compile_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
@@ -96,6 +99,8 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFEpochIterator, "data_adapter", ()),
     (TFEpochIterator, "steps_per_epoch", ()),
     (TFEpochIterator, "steps_per_execution", ()),
+    (_global_state, "GLOBAL_STATE_TRACKER", ()),
+    (_seed_generator, "GLOBAL_SEED_GENERATOR", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
     (PyDatasetAdapter, "py_dataset", ()),
@@ -303,6 +308,12 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def has_own_step(model: Any) -> bool:
+    """Returns whether a model has a `train_step` or `test_step` of the user's."""
+    names = ("train_step", "test_step")
+    return any(getattr(type(model), name) is not getattr(Trainer, name) for name in names)
+
+
 def take_added(layer: Any) -> list[Any]:
     """Returns the losses that a layer has from `add_loss`, which it no longer has then."""
     losses = list(layer._losses)
@@ -390,6 +401,33 @@ def map_structure(function: Callable[..., Any], structure: Any) -> Any:
 
 
 # Random numbers
+
+
+def state_of_thread() -> dict[str, Any]:
+    """Returns what Keras keeps for this thread, to be used by others."""
+    return vars(_global_state.GLOBAL_STATE_TRACKER)
+
+
+def seed_generator(seed: Any, state: dict[str, Any]) -> Any:
+    """Returns a generator of seeds; for None the one that a thread's functions share."""
+    if seed is None:
+        name = _seed_generator.GLOBAL_SEED_GENERATOR
+        if state.get(name) is None:
+            state[name] = keras.random.SeedGenerator()
+        return state[name]
+    return seed
+
+
+def move_here(generator: Any) -> None:
+    """Gives a generator of seeds a state in the current strategy, with the same numbers."""
+    state, numbers = generator.state, np.asarray(generator.state.value)
+    generator.state = keras.Variable(
+        lambda shape, dtype: tf.constant(numbers, dtype),
+        shape=state.shape,
+        dtype=state.dtype,
+        trainable=False,
+        name=state.name,
+    )
 
 
 def seed_of(seed: Any) -> tf.Tensor:

@@ -124,6 +124,58 @@ class DrawsTest(TrainingTestCase):
         self.assertGreater(np.std(expected, (0, 2, 3)).min(), 0.1)
         self.assertAllClose(expected, predicted(2), 1e-6, 1e-6)
 
+    @parameterized.parameters(True, False)
+    def test_sizes_that_tensorflow_knows(self, run_eagerly):
+        """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP."""
+
+        class Noise(kl.Layer):
+            def call(self, inputs: Any) -> Any:
+                return inputs + keras.random.normal((tf.shape(inputs)[0], 1, 1), seed=self.seed)
+
+        def noisy() -> list[Any]:
+            layer = Noise()
+            layer.seed = keras.random.SeedGenerator(3)
+            return [layer]
+
+        expected = fitted(1, noisy, data(12), run_eagerly=True)
+        self.assert_same_training(expected, fitted(3, noisy, data(12), run_eagerly=run_eagerly))
+
+    @parameterized.parameters(("none", False), ("before", True), ("outside", False))
+    def test_seeds_made_outside_of_the_scope(self, kind, run_eagerly):
+        """None, for which Keras makes one generator of all functions, here in the step or before.
+
+        With a `train_step` that does not call the model, as in Keras's example of a DDIM.
+        """
+
+        class Noisy(keras.Model):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                x += keras.random.normal(keras.ops.shape(x), seed=self.seed)
+                with tf.GradientTape() as tape:
+                    loss = self.compute_loss(x, y, self.dense(x))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return {"loss": loss}
+
+        def trained(count: int) -> Any:
+            keras.backend.clear_session()
+            keras.utils.set_random_seed(1)
+            seed = keras.random.SeedGenerator(3) if kind == "outside" else None
+            if kind == "before":
+                keras.random.normal([2])
+            with strategy_of(count).scope():
+                model = Noisy()
+                model.seed, model.dense = seed, kl.Dense(2)
+                model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
+            inputs = data(7)[:, 0]
+            losses = model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
+            # The generators have drawn as often.
+            return [model.dense.get_weights(), losses.history["loss"], keras.random.normal([2])]
+
+        expected, own = map(trained, (1, 3))
+        for one, other in zip(expected, own, strict=True):
+            self.assertAllClose(one, other, 2e-6, 2e-6)
+
     def test_xla_trains_as_one_device_with_xla(self):
         def layers() -> list[Any]:
             return [kl.Dropout(0.4), _OfSteps()]

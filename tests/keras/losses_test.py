@@ -68,6 +68,8 @@ class LossesTest(TrainingTestCase):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
+                # Keras sums a loss of each example, as in its example of a reader of captchas.
+                self.add_loss(0.1 * keras.ops.mean(keras.ops.cos(inputs), -1, keepdims=True))
                 return inputs
 
         def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:

@@ -23,6 +23,21 @@ _PHILOX = 1  # `tf.random.Algorithm.PHILOX`.
 _FOUR_PER_COUNT = (tf.float32, tf.float16, tf.bfloat16)
 
 
+def seed(own: Function, seed: Any) -> Any:
+    """Stands for `draw_seed`: each replica draws the same seeds as the others."""
+    here = step.now.step
+    is_ours = seed is None or isinstance(seed, keras.random.SeedGenerator)
+    if here is None or not is_ours or tf.distribute.in_cross_replica_context():
+        return own(seed)
+    strategy = tf.distribute.get_strategy()
+    with tf.init_scope():
+        generator = keras_internals.seed_generator(seed, here.keras_state)
+        value = keras_internals.value_of(generator.state)
+        if getattr(value, "distribute_strategy", None) is not strategy:
+            keras_internals.move_here(generator)
+    return generator.next(ordered=seed is not None)
+
+
 def dropout(
     own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
@@ -124,6 +139,8 @@ def _first(shape: Any) -> Any:
     if shape is None:
         return None
     first = next(iter(shape), 0)
+    if tf.is_tensor(first):  # TensorFlow may know it, as of `tf.shape(inputs)[0]`.
+        first = tf.zeros([first]).shape[0]
     return None if first is None or tf.is_tensor(first) else int(first)
 
 

@@ -95,8 +95,13 @@ def cleared(own: Function, layer: Any) -> None:
 
 def additional(own: Function, model: Any, loss: Any) -> Any:
     """Stands for `_aggregate_additional_loss`, which scales the losses that `add_loss` got."""
-    here = step.current_several()  # One that a loss function has returned is scaled already.
-    return loss if here is not None and id(loss) in here.losses else own(model, loss)
+    here = step.current_several()
+    if here is None:
+        return own(model, loss)
+    if loss.shape.rank:  # Keras sums the losses of examples, which then are no mean.
+        return here.loss(tf.reduce_sum(here.keep(loss)))
+    # One that a loss function has returned is scaled already.
+    return loss if id(loss) in here.losses else own(model, loss)
 
 
 def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: Any) -> Any:

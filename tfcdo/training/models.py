@@ -62,6 +62,7 @@ def install() -> None:
     extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
     for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
         extend(keras_internals.RANDOM, name, draws.whole_batch)
+    extend(keras_internals.RANDOM, "draw_seed", draws.seed)
     for name in ("dropout", "uniform", "normal", "categorical"):
         extend(keras_internals.RANDOM, name, getattr(draws, name))
     extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
@@ -142,7 +143,20 @@ def _add_slot(
         return own(optimizer, reference_variable, name=name, **options)
 
 
-def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch: Any = None) -> Any:
+def _symbolic_build(own: Function, model: Any, **options: Any) -> None:
+    """Builds a model before its first step, if it can be called with a batch."""
+    try:
+        _build_from_spec(own, model, **options)
+    except (RuntimeError, TypeError, ValueError):
+        # A `train_step` of the user's need not call the model. It makes the variables, as on one
+        # device.
+        if not step.is_ours(model.distribute_strategy) or not keras_internals.has_own_step(model):
+            raise
+
+
+def _build_from_spec(
+    own: Function, model: Any, iterator: Any = None, data_batch: Any = None
+) -> None:
     """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
     # Keras takes a batch, and begins again. A generator cannot begin again.
     if iterator is None:
@@ -153,7 +167,7 @@ def _symbolic_build(own: Function, model: Any, iterator: Any = None, data_batch:
         return own(model, iterator=iterator)
     batch = keras_internals.map_structure(_of_any_batch, spec)
     has_targets = keras.utils.unpack_x_y_sample_weight(batch)[1] is not None
-    # A `train_step` of the user's may make the targets of a loss.
+    # It may also make the targets of a loss.
     with contextlib.nullcontext() if has_targets else keras_internals.without_loss(model):
         return own(model, data_batch=batch)
 

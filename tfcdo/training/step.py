@@ -39,6 +39,8 @@ class ReplicaStep:
     is_even: bool = False  # All replicas are known to have equally many examples, at least one.
     # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
+    # What Keras keeps for the thread that has begun the step.
+    keras_state: dict[str, Any] = dataclasses.field(default_factory=keras_internals.state_of_thread)
     alone: bool = False  # Nothing may meet the other replicas.
     counts_after: Sequence[tf.Tensor] = ()  # An optimizer counts the step after these.
     trace: Any = None  # The part of the step that XLA compiles, see `jit.py`.
