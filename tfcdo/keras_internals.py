@@ -405,7 +405,8 @@ def map_structure(function: Callable[..., Any], structure: Any) -> Any:
 
 def state_of_thread() -> dict[str, Any]:
     """Returns what Keras keeps for this thread, to be used by others."""
-    return vars(_global_state.GLOBAL_STATE_TRACKER)
+    state: dict[str, Any] = vars(_global_state.GLOBAL_STATE_TRACKER)
+    return state
 
 
 def seed_generator(seed: Any, state: dict[str, Any]) -> Any:

@@ -95,7 +95,9 @@ class LossesTest(TrainingTestCase):
             keras.utils.set_random_seed(1)
             with strategy_of(count).scope():
                 x = keras.Input([4])
-                model = keras.Model(x, [keras.layers.Dense(2)(x) for _ in range(outputs)])
+                model = keras.Model(
+                    x, [keras.layers.Dense(2, name=f"y{i}")(x) for i in range(outputs)]
+                )
                 model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
             inputs, targets = dense_data(15)
             history = model.fit(inputs, [targets] * outputs, 7, shuffle=False, verbose=0).history

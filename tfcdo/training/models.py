@@ -156,7 +156,7 @@ def _symbolic_build(own: Function, model: Any, **options: Any) -> None:
 
 def _build_from_spec(
     own: Function, model: Any, iterator: Any = None, data_batch: Any = None
-) -> None:
+) -> Any:
     """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
     # Keras takes a batch, and begins again. A generator cannot begin again.
     if iterator is None:
