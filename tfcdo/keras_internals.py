@@ -100,7 +100,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFEpochIterator, "steps_per_epoch", ()),
     (TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
-    (_seed_generator, "GLOBAL_SEED_GENERATOR", ()),
+    (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
     (PyDatasetAdapter, "py_dataset", ()),
@@ -412,7 +412,7 @@ def state_of_thread() -> dict[str, Any]:
 def seed_generator(seed: Any, state: dict[str, Any]) -> Any:
     """Returns a generator of seeds; for None the one that a thread's functions share."""
     if seed is None:
-        name = _seed_generator.GLOBAL_SEED_GENERATOR
+        name = _seed_generator.global_seed_generator.__name__  # Keras keeps it by this name.
         if state.get(name) is None:
             state[name] = keras.random.SeedGenerator()
         return state[name]
