@@ -419,6 +419,11 @@ def seed_generator(seed: Any, state: dict[str, Any]) -> Any:
     return seed
 
 
+def has_shared_seed_generator() -> bool:
+    """Tells whether a function of this thread has drawn random numbers without a seed."""
+    return state_of_thread().get(_seed_generator.GLOBAL_SEED_GENERATOR) is not None
+
+
 def move_here(generator: Any) -> None:
     """Gives a generator of seeds a state in the current strategy, with the same numbers."""
     state, numbers = generator.state, np.asarray(generator.state.value)

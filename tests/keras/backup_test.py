@@ -67,6 +67,13 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": loss}
 
 
+class _Noise(keras.layers.Layer):
+    """Adds numbers that are drawn without a seed."""
+
+    def call(self, inputs: Any) -> Any:
+        return inputs + keras.random.normal(keras.ops.shape(inputs))
+
+
 def _layers(exact: bool) -> list[Any]:
     layers = keras.layers
     own_of_each = [layers.BatchNormalization(), layers.Dropout(0.3)] if exact else []
@@ -201,6 +208,31 @@ class ExactTest(BackupTestCase):
                 model.second = keras.optimizers.Nadam(0.1)
             model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
+
+        def end(batch: int, logs: Any) -> None:
+            if batch == 2:
+                raise KeyboardInterrupt
+
+        expected = fit()
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(save_freq=1), keras.callbacks.LambdaCallback(on_train_batch_end=end))
+        backup._writer.submit(int).result()
+        self.assertEqual(expected, fit(self.backup()))
+
+    @parameterized.parameters(1, 2)
+    def test_random_numbers_without_a_seed(self, replicas):
+        def fit(*callbacks: Any) -> bytes:
+            keras.backend.clear_session()
+            strategy = tf.distribute.get_strategy()
+            if replicas > 1:
+                strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
+            keras.utils.set_random_seed(0)
+            with strategy.scope():
+                model = keras.Sequential([keras.Input([4]), _Noise(), keras.layers.Dense(1)])
+                model.compile("sgd", "mse")
+            model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
+            weights: bytes = model.weights[0].numpy().tobytes()
+            return weights
 
         def end(batch: int, logs: Any) -> None:
             if batch == 2:

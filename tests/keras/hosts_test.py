@@ -13,6 +13,7 @@ from keras import optimizers as ko
 from keras_training import BATCH, dense_data, dense_layers, model_of, word_data, word_layers
 
 import tfcdo.keras
+from tfcdo.cluster import session
 
 _REST = 7  # The last batch does not divide by two hosts, nor by four replicas.
 
@@ -150,6 +151,26 @@ def unused_rows(strategy: Any) -> dict[str, np.ndarray]:
     return {"predicted": model.predict(dense_data(11)[0], 4, verbose=0)}
 
 
+def caught_error(strategy: Any) -> dict[str, np.ndarray]:
+    """Predicts rows of another length, which a step cannot multiply, and then others."""
+    with scope(strategy):
+        layers = [keras.layers.Input((4,)), keras.layers.Dense(2)]
+        model = model_of(lambda: layers, "sgd", run_eagerly=False)
+    inputs, message = dense_data(11)[0], ""
+    model.predict(inputs, 4, verbose=0)
+    try:
+        model.predict(inputs[:, :3], 4, verbose=0)
+    except tf.errors.InvalidArgumentError as error:
+        message = error.message
+    joined = session.current()
+    kinds = joined.watch._watched.values() if joined is not None else ()
+    return {
+        "has_failed": np.array("Matrix size-incompatible" in message),
+        "waits": np.array(sum(kind.marks.count() % 2 for kind in kinds)),
+        "predicted": model.predict(inputs, 4, verbose=0),
+    }
+
+
 def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
     """Gathers and reduces values whose sizes change, more often than keys come back."""
     host = strategy.cluster_resolver.task_id
@@ -210,6 +231,7 @@ _TRAININGS = {
     "uneven_loop": 0.0,
     "empty_host": 2e-6,
     "unused_rows": 0.0,
+    "caught_error": 1e-6,
 }
 
 

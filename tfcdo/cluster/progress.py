@@ -32,6 +32,9 @@ class EventCounter(Protocol):
     def count(self) -> int:
         """Returns the number of events: odd while a collective waits."""
 
+    def settle(self) -> None:
+        """Counts a collective as left if an error ended the function that had entered it."""
+
     def times(self) -> np.ndarray:
         """Returns when the last `events_kept` were, in seconds on this host's own clock."""
 

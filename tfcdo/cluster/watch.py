@@ -80,6 +80,11 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
+    def settle(self) -> None:
+        """Notes that this host waits in no collective: an error has ended what it was doing."""
+        for kind in self._kinds():
+            kind.marks.settle()
+
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Compares the waits of all hosts in the last steps; empty if one has told none."""
         hosts = {host: self._status_of(host).waits for host in self._cluster.others}

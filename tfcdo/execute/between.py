@@ -167,6 +167,12 @@ class Marks:
         """Returns the number of events: odd while a collective waits."""
         return int(tf.raw_ops.ReadVariableOp(resource=self._count, dtype=tf.int64))
 
+    def settle(self) -> None:
+        """Counts a collective as left if an error ended the function that had entered it."""
+        with tf.init_scope():
+            if self.count() % 2:
+                self.mark([])
+
     def times(self) -> np.ndarray:
         """Returns when the last events were, in seconds, each in its place modulo their number."""
         times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
@@ -342,6 +348,7 @@ class Collectives:
         return key + (tf.size(tensor) % _NUM_SIZES + 1) * NUM_KEYS
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
+        self._marks.settle()  # Of an own loop's error; Keras's are settled at once.
         keys = self.network.session.next_keys(description, self._count)
         with tf.device(self.network.host_device):
             return tf.constant(keys, tf.int32)

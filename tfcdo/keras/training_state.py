@@ -29,6 +29,8 @@ _SUM = "sum"
 _OWN = "own"  # Each has its own, which nothing adds up.
 _OF_HOST = "host"  # Hosts train alone; all replicas of a host hold the same.
 
+_SHARED_SEED = "seed"  # Key of the state of the generator for `keras.random` without a seed.
+
 
 @dataclasses.dataclass(frozen=True)
 class _StateEntry:
@@ -61,6 +63,8 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
     feedback = _feedback(strategy)
     for name, variable in ({} if feedback is None else feedback.by_name).items():
         own[f"r.{host}.{name}"] = _value(variable)
+    if keras_internals.has_shared_seed_generator():
+        shared[_SHARED_SEED] = _value(_shared_seed()[0])
     header = {
         "format": FORMAT,
         "hosts": hosts,
@@ -198,6 +202,9 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     """Gives a model and its optimizer a saved state, except for the metrics."""
     strategy = model.distribute_strategy
     _assign(strategy, _slots(model, _built_of(header)), "v", header, header["variables"], arrays)
+    if _SHARED_SEED in arrays:  # Earlier versions did not save it.
+        for component in _shared_seed():
+            component.assign(arrays[_SHARED_SEED])
     host, hosts = host_of(strategy)
     prefix = f"r.{host}."
     residuals = {
@@ -303,6 +310,12 @@ def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
     elif is_state and value.aggregation == tf.VariableAggregation.NONE:
         combine = _OWN  # Each replica writes to its own, such as the state of a seed.
     return _StateEntry(name, combine, tuple(value.values))
+
+
+def _shared_seed() -> tuple[tf.Variable, ...]:
+    """Returns the replicas' states, all the same, of the generator that draws without a seed."""
+    generator = keras_internals.seed_generator(None, keras_internals.state_of_thread())
+    return _slot(generator.state, is_state=True).components
 
 
 def _of_optimizer(slot: _StateEntry) -> _StateEntry:

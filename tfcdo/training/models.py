@@ -17,6 +17,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
+from tfcdo.cluster import session
 from tfcdo.training import diloco, draws, jit, losses, statistics, step, updates
 
 Function = Callable[..., Any]
@@ -267,6 +268,9 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
+    if several and function is not before and session.current() is not None:
+        function = functools.partial(_run_settled, function)
+        setattr(model, f"{name}_function", function)
     if name != "train":
         statistics.synchronize(model)
     elif function is not before:
@@ -277,6 +281,17 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
             function = functools.partial(run_checked, function, model, [])
         model.train_function = function
     return None
+
+
+def _run_settled(function: Function, /, *args: Any) -> Any:
+    """Calls a function of all hosts; after an error in it, this host waits in no collective."""
+    try:
+        return function(*args)
+    except BaseException:
+        joined = session.current()
+        if joined is not None:
+            joined.watch.settle()
+        raise
 
 
 def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
