@@ -151,6 +151,11 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
     return function
 
 
+# For elements such as `(x, y, None)`: a step of `fit` makes an empty value of each spec, for a
+# replica without data.
+tf.NoneTensorSpec._create_empty_value = lambda self: None
+
+
 def distributed_dataset(
     extended: Any, dataset: tf.data.Dataset, cardinality: int, options: Any
 ) -> Any:

@@ -10,7 +10,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from keras_training import strategy_of
+from keras_training import dense_data, strategy_of
 
 from tfcdo import log
 from tfcdo.training import parts
@@ -51,6 +51,17 @@ def _dense(value):
 
 
 class CutTest(tf.test.TestCase, parameterized.TestCase):
+    def test_none_in_a_step_of_keras(self):
+        with strategy_of(2).scope():
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+            model.compile("sgd", "mse")
+        dataset = _Dataset.from_tensor_slices(dense_data(7)).batch(6)  # 6 and 1 examples.
+        losses = [
+            model.evaluate(data, verbose=0)
+            for data in (dataset, dataset.map(lambda inputs, targets: (inputs, targets, None)))
+        ]
+        self.assertEqual(*losses)
+
     # On three replicas; each batch is checked against numpy's rows.
     @parameterized.named_parameters(*_STRUCTURES)
     def test_structures(self, make):
