@@ -403,6 +403,10 @@ def map_structure(function: Callable[..., Any], structure: Any) -> Any:
 # Random numbers
 
 
+# Keras keeps the generator that is used without a seed by this name.
+_SHARED_SEED = _seed_generator.global_seed_generator.__name__
+
+
 def state_of_thread() -> dict[str, Any]:
     """Returns what Keras keeps for this thread, to be used by others."""
     state: dict[str, Any] = vars(_global_state.GLOBAL_STATE_TRACKER)
@@ -412,16 +416,15 @@ def state_of_thread() -> dict[str, Any]:
 def seed_generator(seed: Any, state: dict[str, Any]) -> Any:
     """Returns a generator of seeds; for None the one that a thread's functions share."""
     if seed is None:
-        name = _seed_generator.global_seed_generator.__name__  # Keras keeps it by this name.
-        if state.get(name) is None:
-            state[name] = keras.random.SeedGenerator()
-        return state[name]
+        if not has_shared_seed_generator(state):
+            state[_SHARED_SEED] = keras.random.SeedGenerator()
+        return state[_SHARED_SEED]
     return seed
 
 
-def has_shared_seed_generator() -> bool:
-    """Tells whether a function of this thread has drawn random numbers without a seed."""
-    return state_of_thread().get(_seed_generator.GLOBAL_SEED_GENERATOR) is not None
+def has_shared_seed_generator(state: dict[str, Any]) -> bool:
+    """Returns whether functions of a thread have drawn random numbers without a seed."""
+    return state.get(_SHARED_SEED) is not None
 
 
 def move_here(generator: Any) -> None:

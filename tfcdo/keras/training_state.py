@@ -63,7 +63,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
     feedback = _feedback(strategy)
     for name, variable in ({} if feedback is None else feedback.by_name).items():
         own[f"r.{host}.{name}"] = _value(variable)
-    if keras_internals.has_shared_seed_generator():
+    if keras_internals.has_shared_seed_generator(keras_internals.state_of_thread()):
         shared[_SHARED_SEED] = _value(_shared_seed()[0])
     header = {
         "format": FORMAT,
