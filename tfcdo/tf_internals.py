@@ -35,6 +35,7 @@ from tensorflow.python.distribute import values_util as _values_util
 from tensorflow.python.eager import context as _context
 from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import kernels as _kernels
+from tensorflow.python.framework import none_tensor as _none_tensor
 from tensorflow.python.framework import op_def_registry as _op_def_registry
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
@@ -153,7 +154,7 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
 
 # For elements such as `(x, y, None)`: a step of `fit` makes an empty value of each spec, for a
 # replica without data.
-tf.NoneTensorSpec._create_empty_value = lambda self: None
+_none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 
 
 def distributed_dataset(

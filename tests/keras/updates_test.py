@@ -400,7 +400,7 @@ class GradientsTest(TrainingTestCase):
             scales.append(float(optimizer.dynamic_scale.numpy()))
         self.assertEqual(scales, [4.0, 4.0, 8.0])
         updates = 1 if accumulation else 2
-        self.assertEqual(int(optimizer.iterations.numpy()), updates)
+        self.assertEqual(int(inner.iterations.numpy()), updates)
         # By the sum of three gradients of 8, unscaled by 4; or once by the mean of two such sums.
         change = updates * 0.5 * 6.0
         for component in variable.value.values:

@@ -171,7 +171,9 @@ class BackupAndRestore(Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to, or leaves; Keras calls it."""
         self._calls += 1
-        done = batch + 1
+        # Keras passes the last batch of an execution, and up to 3.9 its first.
+        at_once = self.model.steps_per_execution
+        done = (batch // at_once + 1) * at_once
         if self._iterator is not None and not self._iterator.steps_per_epoch:
             # With `steps_per_execution` Keras counts more batches than the data has, but where it
             # has no end trains them all.
