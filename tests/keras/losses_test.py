@@ -212,7 +212,8 @@ class LossesTest(TrainingTestCase):
             keras.utils.set_random_seed(1)
             with strategy_of(count).scope():
                 # Before 3.14, Keras did not divide its sum by the examples.
-                l2 = keras.regularizers.L2(0.1) if keras.__version__ >= "3.14" else None
+                divides = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
+                l2 = keras.regularizers.L2(0.1) if divides else None
                 dense = keras.layers.Dense(4, activity_regularizer=l2)
                 meeting = keras.layers.BatchNormalization(synchronized=True)
                 model = keras.Sequential([dense, Endpoint(), meeting, keras.layers.Dense(1)])
