@@ -412,14 +412,11 @@ def _ordering_token(device: str, line: str = "") -> tf.Tensor:
 
 @functools.cache
 def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradient:
-    """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective.
-
-    The sums are one of each device, or several of a single device.
-    """
+    """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         tensors = list(upstream)
-        if len(devices) == 1:
+        if len(devices) == 1:  # The sums are several of it; else one of each device.
             with tf.device(devices[0]):
                 tensors = [rounding.laid_out(upstream)]
         description = _describe_one_collective("gradient of an all-reduce", tensors, devices)
