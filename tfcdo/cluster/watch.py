@@ -61,6 +61,7 @@ class Watch:
         self._next_line = -np.inf  # When the chief may name slow hosts again.
         self._wait = protocol.Wait(timeout)
         self._has_written = False
+        self.has_failed = False  # Whether an error has ended what this host was doing.
         self._end = threading.Event()
         self._thread: threading.Thread | None = None
 
@@ -80,10 +81,12 @@ class Watch:
         if self._thread is not None and self._thread is not threading.current_thread():
             self._thread.join(timeout=5.0)
 
-    def settle(self) -> None:
-        """Notes that this host waits in no collective: an error has ended what it was doing."""
-        for kind in self._kinds():
+    def go_on(self) -> None:
+        """Notes that a host that has caught an error, and goes on, waits in no collective."""
+        # Not before: until then the black box tells in which one the error came.
+        for kind in self._kinds() if self.has_failed else ():
             kind.marks.settle()
+        self.has_failed = False
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Compares the waits of all hosts in the last steps; empty if one has told none."""

@@ -284,13 +284,14 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
 
 
 def _run_settled(function: Function, /, *args: Any) -> Any:
-    """Calls a function of all hosts; after an error in it, this host waits in no collective."""
+    """Calls a function of all hosts, of which an earlier one may have ended with an error."""
+    joined = session.current()
+    assert joined is not None
+    joined.watch.go_on()
     try:
         return function(*args)
     except BaseException:
-        joined = session.current()
-        if joined is not None:
-            joined.watch.settle()
+        joined.watch.has_failed = True
         raise
 
 
