@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from keras_training import strategy_of
 
 import tfcdo
 import tfcdo.keras
@@ -192,16 +193,26 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
+    def assert_goes_on(self, fit: Any) -> None:
+        """Checks that a training that ends after its third batch then goes on as undisturbed."""
+
+        def end(batch: int, logs: Any) -> None:
+            if batch == 2:
+                raise KeyboardInterrupt
+
+        expected = fit()
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(save_freq=1), keras.callbacks.LambdaCallback(on_train_batch_end=end))
+        backup._writer.submit(int).result()
+        self.assertEqual(expected, fit(self.backup()))
+
     @parameterized.parameters(1, 2)
     def test_optimizers_of_a_train_step(self, replicas):
         """On one device they are built in the first step, and one wraps another."""
 
         def fit(*callbacks: Any) -> list[bytes]:
-            strategy = tf.distribute.get_strategy()
-            if replicas > 1:
-                strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
             keras.utils.set_random_seed(0)
-            with strategy.scope():
+            with strategy_of(replicas).scope():
                 model = TwoOptimizers(_layers(exact=False))
                 inner = keras.optimizers.SGD(0.1, momentum=0.9)
                 model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", run_eagerly=True)
@@ -209,40 +220,21 @@ class ExactTest(BackupTestCase):
             model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
 
-        def end(batch: int, logs: Any) -> None:
-            if batch == 2:
-                raise KeyboardInterrupt
-
-        expected = fit()
-        with self.assertRaises(KeyboardInterrupt):
-            fit(self.backup(save_freq=1), keras.callbacks.LambdaCallback(on_train_batch_end=end))
-        backup._writer.submit(int).result()
-        self.assertEqual(expected, fit(self.backup()))
+        self.assert_goes_on(fit)
 
     @parameterized.parameters(1, 2)
     def test_random_numbers_without_a_seed(self, replicas):
         def fit(*callbacks: Any) -> bytes:
             keras.backend.clear_session()
-            strategy = tf.distribute.get_strategy()
-            if replicas > 1:
-                strategy = tfcdo.MirroredStrategy(tu.device_names(replicas))
             keras.utils.set_random_seed(0)
-            with strategy.scope():
+            with strategy_of(replicas).scope():
                 model = keras.Sequential([keras.Input([4]), _Noise(), keras.layers.Dense(1)])
                 model.compile("sgd", "mse")
             model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
             weights: bytes = model.weights[0].numpy().tobytes()
             return weights
 
-        def end(batch: int, logs: Any) -> None:
-            if batch == 2:
-                raise KeyboardInterrupt
-
-        expected = fit()
-        with self.assertRaises(KeyboardInterrupt):
-            fit(self.backup(save_freq=1), keras.callbacks.LambdaCallback(on_train_batch_end=end))
-        backup._writer.submit(int).result()
-        self.assertEqual(expected, fit(self.backup()))
+        self.assert_goes_on(fit)
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
