@@ -55,8 +55,7 @@ def missing_members(members: Iterable[Member]) -> list[str]:
         where = f"{owner.__name__}.{name}"
         if inspect.getattr_static(owner, name, None) is None:
             # Attributes of objects are named only in the code of their class.
-            is_class = inspect.isclass(owner)
-            if parameters or not is_class or name not in _names_in_code(owner):
+            if parameters or not inspect.isclass(owner) or name not in _names_in_code(owner):
                 absent.append(where)
         elif parameters:
             known = inspect.signature(getattr(owner, name)).parameters

@@ -348,7 +348,7 @@ class Collectives:
         return key + (tf.size(tensor) % _NUM_SIZES + 1) * NUM_KEYS
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
-        self._marks.settle()  # Of an own loop's error; Keras's are settled at once.
+        self._marks.settle()  # After an own loop's error; after one of Keras's: `Watch.go_on`.
         keys = self.network.session.next_keys(description, self._count)
         with tf.device(self.network.host_device):
             return tf.constant(keys, tf.int32)

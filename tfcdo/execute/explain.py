@@ -124,10 +124,10 @@ def explain(
 
     graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
     types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
-    owned = tuple(
-        sum(size for size, device in zip(sizes, owner, strict=True) if device == index)
-        for index in range(len(names) if sharded else 0)
-    )
+    owned = [0] * len(names)
+    if sharded:
+        for size, device in zip(sizes, owner, strict=True):
+            owned[device] += size
     by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
     for _, plan in found:
         by_edge.update(plan.bytes_by_edge())
@@ -140,7 +140,7 @@ def explain(
         dict(by_edge),
         dict(collections.Counter(types)),
         sum(plan.bytes_between_hosts for _, plan in found),
-        owned,
+        tuple(owned) if sharded else (),
     )
 
 

@@ -50,7 +50,8 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
     """Takes a copy of all state, as JSON and values for `fetch`; all hosts must call it at once."""
     strategy = model.distribute_strategy
     host, hosts = host_of(strategy)
-    slots = _slots(model, _built(model))
+    built = _built(model)
+    slots = _slots(model, built)
     metrics = _metric_slots(model) if with_metrics else []
     shared, own = {}, {}
     for key, slot in [*_keyed("v", slots), *_keyed("m", metrics)]:
@@ -70,7 +71,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         "hosts": hosts,
         "replicas": strategy.num_replicas_in_sync,
         "optimizer": _optimizer_names(model),
-        "built": _built(model),
+        "built": built,
         "variables": [[*slot.signature, slot.combine] for slot in slots],
         "metrics": [[*slot.signature, slot.combine] for slot in metrics],
     }
@@ -315,7 +316,7 @@ def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
 def _shared_seed() -> tuple[tf.Variable, ...]:
     """Returns the replicas' states, all the same, of the generator that draws without a seed."""
     generator = keras_internals.seed_generator(None, keras_internals.state_of_thread())
-    return _slot(generator.state, is_state=True).components
+    return step.components(generator.state)
 
 
 def _of_optimizer(slot: _StateEntry) -> _StateEntry:

@@ -71,11 +71,12 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
 @functools.lru_cache(maxsize=64)
 def _preset(name: str, num_devices: int | None) -> Topology:
     count = num_devices or (4 if name == "pcie" else 8)
+    is_dgx1 = name.startswith("dgx1")
     # Every two devices have a link: more than 512 would be a mistake, and fill the memory.
-    most = 8 if name.startswith("dgx1") else 512
+    most = 8 if is_dgx1 else 512
     if count > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {count}")
-    whole = 8 if name.startswith("dgx1") else count
+    whole = 8 if is_dgx1 else count
     costs: dict[str, Any] = {}
     if name == "shared_memory":
         # All devices add with the same cores: one adds two float streams at about this rate.

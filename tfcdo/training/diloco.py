@@ -194,9 +194,8 @@ def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any])
     with tf.init_scope(), strategy.scope():
         state = OuterState(strategy, leaf, trained)
         setattr(leaf, updates.OUTER_STATE, state)
-        leaf._track_trackable(
-            state, updates.OUTER_STATE, overwrite=True
-        )  # Keras's `build` tracks nothing.
+        # Keras's `build` tracks nothing.
+        leaf._track_trackable(state, updates.OUTER_STATE, overwrite=True)
 
 
 def is_outer(optimizer: Any) -> bool:

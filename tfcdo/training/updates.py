@@ -150,8 +150,7 @@ def summed(
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         for i, total in zip(at, sums, strict=True):
             results[i] = total
-            first = tf_internals.components(grads[i])[0]
-            if isinstance(first, tf.IndexedSlices) and rows.are_unique(first):
+            if rows.are_unique(tf_internals.components(grads[i])[0]):
                 devices = strategy.extended.worker_devices
                 parts = tf_internals.components(total)
                 results[i] = step.on_each(devices, rows.add_equal, parts)
