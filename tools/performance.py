@@ -64,7 +64,7 @@ def floor_seconds(num_devices: int, size: int) -> float:
         return statistics.median(timeit.repeat(call, repeat=20, number=1))
 
     passes = seconds(add_n), seconds(add_n, jit_compile=True)
-    return min(passes) - seconds(lambda: tf.constant(0.0))
+    return max(0.0, min(passes) - seconds(lambda: tf.constant(0.0)))
 
 
 def row(case: str, measured: Sequence[Measurement]) -> list[str]:
