@@ -124,12 +124,17 @@ class LossesTest(TrainingTestCase):
         expected, own = map(trained, (1, 2))
         self.assertAllClose(expected, own, 5e-6, 5e-6)
 
-    def test_own_train_step_without_targets(self):
+    @parameterized.parameters(False, True)
+    def test_own_train_step_without_targets(self, own_mean):
         class Own(keras.Sequential):
             def train_step(self, x: Any) -> dict[str, Any]:
                 with tf.GradientTape() as tape:
                     outputs = self(x, training=True)
                     loss = self.compute_loss(x, x[:, :2], outputs, training=True)
+                    if own_mean:
+                        errors = tfcdo.keras.global_batch((outputs - x[:, :2]) ** 2)
+                        replicas = tf.distribute.get_strategy().num_replicas_in_sync
+                        loss = tf.reduce_mean(errors) / replicas
                 variables = self.trainable_variables
                 self.optimizer.apply(tape.gradient(loss, variables), variables)
                 return {"loss": loss}
