@@ -335,8 +335,8 @@ class BadInputTest(BackupTestCase):
         told = "at the beginning: .* another class, .* read: latest.weights.h5; load"
         self.assertRegex("".join(logs.output), told)
         with (
-            mock.patch.object(training_state, "FORMAT", 2),
-            self.assertRaisesRegex(ValueError, "has format 1, and this version .* reads format 2"),
+            mock.patch.object(training_state, "FORMAT", 3),
+            self.assertRaisesRegex(ValueError, "has format 2, and this version .* reads format 3"),
         ):
             _Training(self.backup(), exact=False)
         _Training(self.backup(), exact=False)
