@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step, updates
+from tfcdo.training import diloco, models, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -335,9 +335,15 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
-def _set_up(extended: ReplicaExtended, shard: bool, synchronize: bool) -> None:
-    if shard:
-        updates.check_shards(extended)
+def _set_up(
+    extended: _MirroredExtended | _MultiWorkerExtended, shard: bool, synchronize: bool
+) -> None:
+    ops = extended._cross_device_ops
+    if shard and not isinstance(ops, AllReduceCrossDeviceOps):
+        raise TypeError(
+            "shard_optimizer_state=True needs cross_device_ops that is one of tfcdo's all-reduce "
+            f"classes, such as tfcdo.AutoAllReduce(), or None; got {ops!r}"
+        )
     extended.shard_optimizer_state = shard
     extended.synchronize_batch_norm = synchronize
 

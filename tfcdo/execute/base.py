@@ -334,11 +334,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         found = request.grouped(op, reductions, chosen, self._network, root, user)
         return [(group, self._plan(group, chosen)) for group in found]
 
-    @property
-    def is_one_device(self) -> bool:
-        """Returns whether everything is reduced on one device."""
-        return self._options.one_device
-
     def _options_of(self, options: Any) -> Options:
         """Returns the choices for one call, with the caller's `bytes_per_pack`."""
         if options is None or not options.bytes_per_pack:
