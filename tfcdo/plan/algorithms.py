@@ -114,7 +114,9 @@ def make_plan(
       (8, 100, 3)
     """
     check_topology(topology)
-    checks.check_sizes(num_bytes, num_packs)
+    checks.check_int("num_bytes", num_bytes, at_least=0)
+    if num_packs is not None:
+        checks.check_int("num_packs", num_packs, at_least=1)
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
