@@ -50,8 +50,6 @@ MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended
 MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtended
 # Tells the tapes that record now how to compute a gradient.
 record_operation = _record.record_operation
-# The public name is a function that makes one.
-OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
 # All that tfcdo's subclasses override, call through `super()` or read of these classes. The tests
 # compare this list with the subclasses.
@@ -258,13 +256,6 @@ def replicas_of_plain_value() -> int:
         return 1
     strategy = tf.distribute.get_strategy()
     return 1 if strategy.extended._in_multi_worker_mode() else strategy.num_replicas_in_sync
-
-
-def devices_of_strategy() -> tuple[str, ...]:
-    """Returns this process's devices of the strategy in whose cross-replica context this is."""
-    if not tf.distribute.in_cross_replica_context():
-        return ()
-    return tuple(tf.distribute.get_strategy().extended.worker_devices)
 
 
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
