@@ -294,11 +294,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
     return tensor
 
 
-def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
-    """Makes a variable on the current device; in a strategy's scope too, unlike `tf.Variable`."""
-    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
-
-
 def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
     """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
     with _lock:  # All threads must get the same tensor.

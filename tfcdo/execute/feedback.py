@@ -51,10 +51,8 @@ class Residuals:
             key = f"{self._name}_device{device}_{name}"
             if key not in self.variables:
                 self._initial[key] = initial
-                with tf.init_scope():
-                    with tf.device(self._devices[device]):
-                        value = tf.convert_to_tensor(initial())
-                        self.variables[key] = tf_internals.plain_variable(value)
+                with tf.init_scope(), tf_internals.plain_variables(self._devices[device]):
+                    self.variables[key] = tf.Variable(initial)
                     self._add(key, self.variables[key])
             return self.variables[key]
 
