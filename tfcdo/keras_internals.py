@@ -16,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
@@ -258,7 +257,6 @@ def _update_averages(leaf: Any) -> None:
 
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
     """Makes an accumulator of gradients; each replica has its own."""
-    path = getattr(reference_variable, "path", None) or reference_variable.name
 
     def on_read(make: Callable[..., Any], **options: Any) -> Any:
         # Keras's variables have had these two arguments since 3.10.
@@ -266,13 +264,14 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
         options["aggregation"] = tf.VariableAggregation.SUM
         return make(**options)
 
+    path = path_of(reference_variable).replace("/", "_").replace(":", "_")
     with keras.name_scope(optimizer.name), tf.variable_creator_scope(on_read):
         accumulator = keras.Variable(
             "zeros",
             shape=tuple(reference_variable.shape),
             dtype=keras.backend.standardize_dtype(reference_variable.dtype),
             trainable=False,
-            name=f"{path}_gradient_accumulator".replace("/", "_").replace(":", "_"),
+            name=f"{path}_gradient_accumulator",
         )
     optimizer._track_variable(accumulator)
     return accumulator
@@ -393,11 +392,6 @@ def symbolic_build(model: Any, spec: Any) -> None:
             model._symbolic_build(data_batch=spec)
     finally:
         attributes["optimizer"] = optimizer
-
-
-def map_structure(function: Callable[..., Any], structure: Any) -> Any:
-    """Calls a function with each leaf of a structure, as Keras sees structures."""
-    return tree.map_structure(function, structure)
 
 
 # Random numbers
