@@ -419,8 +419,7 @@ def _rows(
     elif tree is not None:
         trees = (tree,) * len(groups)
     else:
-        algorithm = _algorithm(options, machine.topology, 0)
-        trees = _trees(algorithm, machine.topology, len(groups))
+        trees = _trees(options, machine.topology, len(groups))
     root = RootStep(divide=batch.divide, update=batch.has_owners)
     return tuple(
         Pack(
@@ -439,7 +438,7 @@ def _rows(
 def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
     """Gathers all values together, along one tree."""
     if batch.is_all_reduce and batch.root is None:
-        [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
+        [tree] = _trees(options, machine.topology, 1)
         to = None
     else:
         root = batch.requests[0].to[0] if batch.root is None else batch.root
@@ -450,11 +449,9 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, .
     return (Pack("concat", tensors, "", tree, to=to),)
 
 
-def _trees(
-    algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
-) -> tuple[CopyTree, ...]:
-    """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
-    return algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
+def _trees(options: Options, topology: Topology, count: int) -> tuple[CopyTree, ...]:
+    """Returns the algorithm's trees in turn; sizes are not known, so the trees for tiny values."""
+    return algorithms.make_plan(_algorithm(options, topology, 0), topology, count, count).trees
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:
@@ -464,7 +461,7 @@ def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int
         algorithm = algorithms.fastest_algorithm(topology, num_bytes, count)
     if algorithm == "one_device":
         return copy_tree.star(count, owner)
-    trees = _trees(algorithm, topology, count, num_bytes)
+    trees = algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
     for tree in trees:
         if tree.root == owner:
             return tree
