@@ -70,16 +70,6 @@ def check_options(options: Any, name: str = "options") -> None:
         )
 
 
-def check_cross_device_ops(ops: Any) -> None:
-    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`."""
-    # TensorFlow accepts anything, even a class, and fails in the first reduction.
-    if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
-        raise TypeError(
-            "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "
-            f"got {brief(ops)}"
-        )
-
-
 def check_numeric(reductions: Sequence[Reduction]) -> None:
     """Raises `ValueError` unless all values can be added up."""
     for index, reduction in enumerate(reductions):
