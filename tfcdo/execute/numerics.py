@@ -69,17 +69,6 @@ def upcast(value: tf.Tensor) -> tf.Tensor:
     return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
 
 
-def cast(value: Any, dtype: tf.DType, device: str) -> Any:
-    """Casts a tensor or `tf.IndexedSlices` on its own device; `""` if that is not known."""
-    if value.dtype == dtype:
-        return value
-    if isinstance(value, tf.IndexedSlices):
-        rows = cast(value.values, dtype, device)
-        return tf.IndexedSlices(rows, value.indices, value.dense_shape)
-    with tf.device(device or None):
-        return tf.cast(value, dtype)
-
-
 def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
