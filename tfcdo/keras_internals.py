@@ -30,7 +30,6 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfcdo import log, private_names, version
 
-TFEpochIterator = _trainer.TFEpochIterator
 Trainer = _trainer.TensorFlowTrainer
 
 # Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
@@ -94,10 +93,10 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (_trainer, "_multi_worker_concat", ("v", "strategy")),
-    (TFEpochIterator, "_distributed_dataset", ()),
-    (TFEpochIterator, "data_adapter", ()),
-    (TFEpochIterator, "steps_per_epoch", ()),
-    (TFEpochIterator, "steps_per_execution", ()),
+    (_trainer.TFEpochIterator, "_distributed_dataset", ()),
+    (_trainer.TFEpochIterator, "data_adapter", ()),
+    (_trainer.TFEpochIterator, "steps_per_epoch", ()),
+    (_trainer.TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
     (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
