@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
+from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.execute.request import check_device
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Pack
@@ -90,13 +90,8 @@ def device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None:
-        this_host = tf_internals.canonical_device("CPU:0").removesuffix("CPU:0")
-        for kind in ("GPU", "CPU"):
-            logical = [
-                tf_internals.canonical_device(device.name)
-                for device in tf.config.list_logical_devices(kind)
-            ]
-            devices = devices or [name for name in logical if name.startswith(this_host)]
+        kind, count = virtual_devices.devices_here(None)
+        devices = [f"{kind}:{index}" for index in range(count)]
     names = checks.check_device_list(devices)
     for name in names:
         check_device("each of devices", name)
