@@ -353,7 +353,7 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
 
 
 def function_being_traced() -> tuple[Hashable, list[Any]]:
-    """Returns a key of the function that is being traced, and the objects that it cannot outlive."""
+    """Returns a key of the function that is being traced, and objects that it cannot outlive."""
     # The key is the same when the function is traced again: its name, and the trainable variables
     # that it has read so far. A function that has read none is known by its graph.
     graph: Any = graph_of_function()
