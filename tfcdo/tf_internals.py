@@ -237,15 +237,12 @@ def is_variable(value: Any) -> bool:
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
     """Returns the devices of a distributed value's components, in the order of the replicas."""
-    # `""` is one that is not known while tracing, where TensorFlow's placer decides later.
-    return tuple(_device_of(component) for component in value.values)
-
-
-def _device_of(component: Any) -> str:
-    # A numpy array has a device too, "cpu", which says nothing about where it is to go.
-    if isinstance(component, (np.ndarray, np.generic)):
-        return ""
-    return getattr(component, "device", None) or ""
+    # `""` is one that is not known while tracing, where TensorFlow's placer decides later. A numpy
+    # array has a device too, "cpu", which says nothing about where it is to go.
+    return tuple(
+        "" if isinstance(one, (np.ndarray, np.generic)) else getattr(one, "device", None) or ""
+        for one in value.values
+    )
 
 
 def replicas_of_plain_value() -> int:
