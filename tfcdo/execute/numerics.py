@@ -21,8 +21,7 @@ _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DT
 # `CollectiveReduceV2` adds: sums of integers are correct modulo their size in wider ones too, and a
 # complex number is two real ones.
 _SUMMED_AS = {
-    tf.float16: tf.float32,
-    tf.bfloat16: tf.float32,
+    **_WIDER,
     tf.int8: tf.int32,
     tf.int16: tf.int32,
     tf.uint8: tf.int32,
