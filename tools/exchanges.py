@@ -22,7 +22,7 @@ from sklearn.datasets import load_digits
 
 import tfcdo
 from tfcdo.bench import worker_pool
-from tfcdo.bench.hosts import open_link, shared_link, start_hosts
+from tfcdo.bench.hosts import Loopback, open_link, start_hosts
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 
 _BATCH_PER_HOST = 32
@@ -91,7 +91,7 @@ class _Host:
         ends: list[tuple[float, int]] = []  # Times and bytes.
 
         def end_step(batch: int, logs: Any) -> None:
-            ends.append((time.perf_counter(), shared_link().count_bytes()))
+            ends.append((time.perf_counter(), Loopback().count_bytes()))
 
         history = model.fit(
             data,
@@ -101,7 +101,7 @@ class _Host:
             verbose=0,
             callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
         )
-        num_bytes = shared_link().count_bytes() - ends[0][1]  # The first step is traced.
+        num_bytes = Loopback().count_bytes() - ends[0][1]  # The first step is traced.
         tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
         return {
             "seconds": (ends[-1][0] - ends[0][0]) / (steps - 1),
