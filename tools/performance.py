@@ -71,11 +71,10 @@ def row(case: str, measured: Sequence[Measurement]) -> list[str]:
     """Makes the cells of a row, in milliseconds."""
     named = {one.name: one for one in measured}
     ours = named[AUTO if AUTO in named else HOSTS]
-    compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT), named.get(ALONE))
-    times = [one.seconds if one else None for one in compared]
-    if ALONE not in named:
-        times[-1] = floor_seconds(ours.num_devices, ours.size)
-    return [f"`{case}`", *("" if one is None else f"{one * 1e3:.1f}" for one in times)]
+    compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT))
+    floor = named[ALONE].seconds if ALONE in named else floor_seconds(ours.num_devices, ours.size)
+    times = [f"{one.seconds * 1e3:.1f}" if one else "" for one in compared]
+    return [f"`{case}`", *times, f"{floor * 1e3:.1f}"]
 
 
 def draw(measured: Sequence[Measurement]) -> Figure:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import tested_versions
 import testing_utils as tu
 import warm_python
 from absl.testing import absltest, parameterized
-from compat_cases import CASES, Case
+from compat import CASES, Case
 from compat_trainings import TRAININGS, Training
 
 from tfcdo.bench import results
@@ -25,11 +26,8 @@ from tfcdo.bench import results
 PAGE = pages.ROOT / "docs" / "compat.md"
 _SERVED = """
 import os
-from tfcdo.bench import worker_pool
-class Served:
-    def run(self, code):
-        return eval(code)
-worker_pool.serve(Served)
+def run(code):
+    return eval(code)
 """
 
 
@@ -63,8 +61,12 @@ class JudgeTest(parameterized.TestCase):
 class RunTest(absltest.TestCase):
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
         codes = ["os.environ['X']", "os._exit(7)", "2"]
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        pathlib.Path(folder, "served.py").write_text(_SERVED)
+        variables = {"X": "x", "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
         self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
-        results = pages.call_apart(["-c", _SERVED], [{"code": code} for code in codes], 99.0, X="x")
+        calls = [{"code": code} for code in codes]
+        results = pages.call_apart("served", calls, 99.0, **variables)
         self.assertEqual([*results], ["x", None, 2])
 
 
