@@ -1,8 +1,6 @@
 """Made-up processes, sockets, servers and folders, on which `simulator` runs the cluster's rules.
 
-They stand for: processes, sockets, TensorFlow's servers, its key-value store, which ends with the
-chief, and its collectives, a shared folder, and guards. More is allowed than in TensorFlow: any
-process at a host's address may connect to the chief.
+More is allowed than in TensorFlow: any process at a host's address may connect to the chief.
 """
 
 from __future__ import annotations

@@ -12,6 +12,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase, model_of, strategy_of
 
 import tfcdo
+from tfcdo.training import statistics
 
 
 def layers_with_statistics() -> list[keras.Layer]:
@@ -171,6 +172,18 @@ class ScatterTest(TrainingTestCase):
         model.export(path, verbose=False)
         loaded = tf.saved_model.load(path)
         self.assertAllClose(model.predict(inputs[:2], verbose=0), loaded.serve(inputs[:2]))
+
+    def test_other_variables_stay_as_they_are(self):
+        for changes in (
+            {"trainable": True},
+            {"dtype": "int64"},
+            {"dtype": None},
+            {"aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA},
+            {"synchronization": tf.VariableSynchronization.ON_WRITE},
+            {"colocate_with": object()},
+        ):
+            options = {"trainable": False, "dtype": "float32", **changes}
+            self.assertEqual(statistics.as_kept(options), options)
 
 
 if __name__ == "__main__":
