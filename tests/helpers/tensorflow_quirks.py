@@ -17,8 +17,5 @@ def end_iterators_at_once() -> None:
 
 
 def keep_collectives_apart() -> None:
-    """Gives the strategies of a test collectives of their own, as TensorFlow's own tests do.
-
-    Keys of two strategies in one process have the same keys, and fail if their shapes differ.
-    """
+    """Gives a test's strategies keys of their own, which fail if another test's shapes differ."""
     tf.distribute.MirroredStrategy._collective_key_base += 1000
