@@ -17,8 +17,6 @@ from absl.testing import absltest, parameterized
 from tfcdo.cluster import config, progress, protocol, session, watch
 
 TASKS = tuple(config.ClusterTask("worker", host, f"{'abc'[host]}:{host + 1}") for host in range(3))
-
-
 _Unavailable = type("UnavailableError", (Exception,), {})
 
 

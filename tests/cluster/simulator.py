@@ -2,9 +2,8 @@
 
     python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
 
-A schedule is drawn from its seed, which replays it: the number of hosts, who launches them, the
-delay of each message, and up to three faults, each after some number of events, also while the job
-recovers from another one. Messages of one connection stay in order; messages of others do not.
+A schedule is drawn from its seed, which replays it: hosts, launchers, delays of messages, and up to
+three faults, also while the job recovers from another one.
 """
 
 from __future__ import annotations

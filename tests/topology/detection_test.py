@@ -95,10 +95,7 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("shared_memory", 2))
 
     @parameterized.parameters(
-        ("GPU:0", "CPU:0"),
-        ("", "GPU:0"),
-        ("TPU:0", "TPU:1"),
-        ("nonsense", "CPU:0"),
+        *(("GPU:0", "CPU:0"), ("", "GPU:0"), ("TPU:0", "TPU:1"), ("nonsense", "CPU:0")),
         ("/job:worker/task:0/device:GPU:0", "/job:worker/task:1/device:GPU:0"),
         ("/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"),
     )
