@@ -112,8 +112,6 @@ class Process:
         self.launcher: Launcher
         self.index: int
 
-    # Processes.
-
     def main(self) -> Run:
         """A worker, from its start to its end."""
         world, rules = self.world, self.world.rules
@@ -406,8 +404,6 @@ class Process:
                 for host in range(1, self.world.hosts) if self.host == 0 else ():
                     yield from self.get(f"left/{host}", 8.0)
             self.has_left = error is None
-
-    # Backups.
 
     def restore(self) -> Run:
         world, rules = self.world, self.world.rules

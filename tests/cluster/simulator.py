@@ -140,8 +140,6 @@ class World:
         self.log: list[str] = []
         self.job = 0
 
-    # Events.
-
     def delay(self, most: float) -> float:
         """Draws a delay: mostly short, sometimes as long as it can be, or longer."""
         drawn = self.draw()
@@ -212,8 +210,6 @@ class World:
             if not self.open:
                 break
         self.check_end(True)
-
-    # Processes and faults.
 
     def start_job(self) -> None:
         self.job += 1
@@ -288,8 +284,6 @@ class World:
             for task, turn, value in process.frozen:
                 self.after(self.draw() * 0.01, self._resume, task, turn, value)
             process.frozen.clear()
-
-    # Invariants of several processes.
 
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
         processes = launcher.processes

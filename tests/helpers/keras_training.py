@@ -158,7 +158,7 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             with strategy(count).scope():
                 models.append(make(count == 1))
             models[-1].fit(*data, shuffle=False, verbose=0, **options)
-        self.assert_same_training(*models, tolerance=tolerance)
+        self.assert_same_training(models[0], models[1], tolerance)
         expected, logs = (model.history.history for model in models)
         self.assertEqual(list(expected), list(logs))
         self.assertAllClose(expected, logs, max(tolerance, 5e-6), max(tolerance, 5e-6))
