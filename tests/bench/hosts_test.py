@@ -67,8 +67,7 @@ class HostsTest(absltest.TestCase):
             self.assertEqual((one.size, one.num_devices), (1000, 3))
 
     def test_tfcdo_sends_less(self):
-        python = mock.patch.object(sys, "executable", warm_python.executable())
-        with python, _open(self) as opened:
+        with mock.patch.object(sys, "executable", warm_python.executable()), _open(self) as opened:
             results = hosts.run(opened, 2, 2, 1, 1, lambda rounds, **_: rounds, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.

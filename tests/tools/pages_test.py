@@ -36,7 +36,6 @@ class JudgeTest(parameterized.TestCase):
         (3.0, {"expected": 3.0}, "✓", "3.0"),
         (3.0, {"expected": 6.0}, "✗", "3.0 instead of 6.0"),
         (3.0, {"refused": "shape"}, "✗", "accepts it and gives 3.0"),
-        # An error is good if it is wanted and names the argument.
         (ValueError("shape: 1, 2"), {"refused": "shape"}, "✓", "ValueError: shape: 1, 2"),
         (ValueError("wrong"), {"refused": "shape"}, "✗", "ValueError: wrong"),
         (ValueError("shape"), {"expected": 3.0}, "✗", "ValueError: shape"),
@@ -95,13 +94,12 @@ class PageTest(absltest.TestCase):
         page = PAGE.read_text(encoding="utf-8")
         if f"TensorFlow {tf.__version__}," not in page:
             self.skipTest(f"docs/compat.md is not of TensorFlow {tf.__version__}")
-        lines = page.splitlines()
         self.enter_context(tu.kernels_for("GPU"))
         for name, case in CASES.items():
             with self.subTest(name):
                 row = case.row("tfcdo")
                 self.assertEqual(row.mark, "✓", row.text)
-                (line,) = (line for line in lines if line.startswith(f"| {name} |"))
+                (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
                 self.assertEndsWith(line, f"| {row.cell} |")
 
 
@@ -122,7 +120,6 @@ class PerformanceTest(absltest.TestCase):
             row = performance.row("-g 4", compared)
         self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
         floor.assert_called_once_with(4, 100)
-        # Rows of hosts end with computing alone.
         kinds = {performance.HOSTS: 0.003, performance.ALONE: 0.001}
         hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
         row = performance.row("workers 2", hosts)
