@@ -185,8 +185,9 @@ class ReferenceTest(absltest.TestCase):
 
     def test_messages_are_those_that_are_raised(self):
         """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page."""
-        tensorflow = pathlib.Path(tf.__file__).parent / "python" / "distribute"
-        files = [*(_ROOT / "tfcdo").rglob("*.py"), *tensorflow.glob("*.py")]
+        tensorflow = pathlib.Path(tf.__file__).parent / "python"
+        files = [*(_ROOT / "tfcdo").rglob("*.py"), *tensorflow.glob("distribute/*.py")]
+        files.append(tensorflow / "ops" / "custom_gradient.py")
         said = "\n".join(text for file in files for text in _strings(file))
         said += _TEXTS["compat.md"]
         headings = re.findall(r"(?m)^### `+ ?(.+?)`+$", _TEXTS["troubleshooting.md"])
