@@ -23,7 +23,7 @@ from keras_training import strategy_of
 import tfcdo
 import tfcdo.keras
 from tfcdo import log
-from tfcdo.cluster import protocol
+from tfcdo.cluster import config, protocol, session
 from tfcdo.keras import backup, backup_folder, preemption, training_state
 from tfcdo.training import step
 
@@ -259,6 +259,13 @@ class ExactTest(BackupTestCase):
         weights = (each.model.get_weights() for each in (undisturbed, training))
         self.assertAllClose(*weights, 1e-5, 1e-5)
         self.assertAllClose(undisturbed.logs[2], training.logs[2], 1e-5, 1e-5)
+
+    def test_the_number_of_a_worker_beside_a_chief(self):
+        cluster = config.from_spec({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
+        strategy = mock.Mock(num_replicas_in_sync=4)
+        strategy.extended.worker_devices = ["CPU:0", "CPU:1"]
+        with mock.patch.object(session, "_current", mock.Mock(cluster=cluster)):
+            self.assertEqual(training_state.host_of(strategy), (1, 2))
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:

@@ -123,6 +123,20 @@ def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
     return {"dropped": np.concatenate([dropped(inputs) for inputs in data])}
 
 
+def few_rows(strategy: Any) -> dict[str, np.ndarray]:
+    """Has, in a loop of one's own, a batch without rows for the other host: an error on both."""
+    add = tf.function(lambda part: strategy.run(lambda own: own + 1.0, (part,)))
+    message, results = "", []
+    for rows in 2, 5:
+        data = tf.data.Dataset.from_tensors(np.ones([rows, 3], np.float32))
+        try:
+            for part in strategy.experimental_distribute_dataset(data):
+                results.append(strategy.gather(add(part), axis=0))
+        except tf.errors.InvalidArgumentError as error:
+            message = error.message
+    return {"message": np.array(message), "sums": np.concatenate(results)}
+
+
 def empty_host(strategy: Any) -> dict[str, np.ndarray]:
     """Has batches that leave one host without examples; a layer divides by a moving statistic."""
     with scope(strategy):
@@ -238,7 +252,7 @@ _TRAININGS = {
 
 class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
-        names = ["shuffled", "unlike_sizes", *_TRAININGS, "in_sync"]
+        names = ["shuffled", "unlike_sizes", "few_rows", *_TRAININGS, "in_sync"]
         results, outcomes = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, tolerance in _TRAININGS.items():
             with self.subTest(name):
@@ -253,6 +267,10 @@ class HostsTest(tf.test.TestCase):
             for own in results["unlike_sizes"]:
                 self.assertAllEqual(np.full(210, 4), own["sums"])
                 self.assertAllEqual(np.concatenate(rows), own["gathered"])
+        with self.subTest("a batch with fewer rows than replicas"):
+            for own in results["few_rows"]:
+                self.assertIn("fewer examples than the 4 replicas", str(own["message"]))
+                self.assertAllEqual(np.full([5, 3], 2.0), own["sums"])
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)
