@@ -391,6 +391,9 @@ def symbolic_build(model: Any, spec: Any) -> None:
     try:
         with model.distribute_strategy.scope():
             model._symbolic_build(data_batch=spec)
+    except (RuntimeError, TypeError, ValueError):
+        if not has_own_step(model):  # Which need not call the model.
+            raise
     finally:
         attributes["optimizer"] = optimizer
 

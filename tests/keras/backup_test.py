@@ -68,6 +68,24 @@ class TwoOptimizers(keras.Sequential):
         return {"loss": loss}
 
 
+class WithoutCall(keras.Model):
+    """Trains a network of its own, as Keras's example of a DDIM does."""
+
+    def __init__(self, is_built: bool = True) -> None:
+        super().__init__()
+        first = [keras.Input([4])] if is_built else []
+        self.network = keras.Sequential([*first, keras.layers.Dense(1)], name="network")
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            loss = self.loss(targets, self.network(inputs))
+        variables = self.network.trainable_variables
+        gradients = tape.gradient(loss, [one.value for one in variables])
+        self.optimizer.apply(gradients, variables)
+        return {"own": loss}
+
+
 class _Noise(keras.layers.Layer):
     """Adds numbers that are drawn without a seed."""
 
@@ -193,11 +211,11 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
-    def assert_goes_on(self, fit: Any) -> None:
-        """Checks that a training that ends after its third batch then goes on as undisturbed."""
+    def assert_goes_on(self, fit: Any, last: int = 2) -> None:
+        """Checks that a training that ends after a batch then goes on as undisturbed."""
 
         def end(batch: int, logs: Any) -> None:
-            if batch == 2:
+            if batch == last:
                 raise KeyboardInterrupt
 
         expected = fit()
@@ -221,6 +239,21 @@ class ExactTest(BackupTestCase):
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
 
         self.assert_goes_on(fit)
+
+    @parameterized.product(replicas=(1, 2), last=(2, 4))
+    def test_a_model_without_a_call(self, replicas, last):
+        """It reports a number of its last batch."""
+
+        def fit(*callbacks: Any) -> list[bytes]:
+            keras.utils.set_random_seed(0)
+            with strategy_of(replicas).scope():
+                model = WithoutCall()
+                model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+            history = model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
+            logs = np.array(history.history["own"])
+            return [one.tobytes() for one in (*model.get_weights(), logs)]
+
+        self.assert_goes_on(fit, last)
 
     @parameterized.parameters(1, 2)
     def test_random_numbers_without_a_seed(self, replicas):
@@ -259,6 +292,20 @@ class ExactTest(BackupTestCase):
         weights = (each.model.get_weights() for each in (undisturbed, training))
         self.assertAllClose(*weights, 1e-5, 1e-5)
         self.assertAllClose(undisturbed.logs[2], training.logs[2], 1e-5, 1e-5)
+
+    def test_sigterm_before_the_position_of_the_backup(self):
+        """Callbacks have changed the model again by then."""
+        options: Any = {"exact": False, "rate": 0.1}
+        self.interrupted(8, _Slower(), self.backup(save_freq=1), **options)
+        end = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: signal.raise_signal(signal.SIGTERM)
+        )
+        self.addCleanup(preemption._signalled.clear)
+        with self.assertRaises(SystemExit):
+            _Training(_Slower(), end, self.backup(), **options)
+        preemption._signalled.clear()
+        training = _Training(_Slower(), self.backup(), **options)
+        self.assert_bitwise_equal(_Training(_Slower(), **options), training)
 
     def test_the_number_of_a_worker_beside_a_chief(self):
         cluster = config.from_spec({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
@@ -333,6 +380,19 @@ class BadInputTest(BackupTestCase):
             with self.assertRaisesRegex(ValueError, message):
                 model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)
+
+    def test_layers_that_the_first_step_builds(self):
+        def fit(*callbacks: Any) -> None:
+            model = WithoutCall(is_built=False)
+            model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+            data = tf.data.Dataset.from_tensors((np.zeros([4, 4]), np.zeros([4, 1])))
+            model.fit(data, verbose=0, callbacks=[self.backup(save_freq=1), *callbacks])
+
+        with self.assertRaises(KeyboardInterrupt):
+            fit(_End(1))
+        backup._writer.submit(int).result()
+        with self.assertRaisesRegex(ValueError, "same model, build its layer 'network' before fit"):
+            fit()
 
     def test_backups_of_other_classes_and_versions(self):
         self.folder.mkdir()

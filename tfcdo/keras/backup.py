@@ -127,6 +127,7 @@ class BackupAndRestore(Callback):
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
+        self._logs: dict[str, float] = {}  # The last batch's.
         # An earlier `fit` may have ended with an error.
         keras_internals.set_initial_epoch(self.model, None)
         if restored is not None:
@@ -183,6 +184,7 @@ class BackupAndRestore(Callback):
             if new == 0:
                 self._restore_again()
             return
+        self._logs = {name: value for name, value in (logs or {}).items() if type(value) is float}
         self._progress = dataclasses.replace(
             self._progress,
             batch=self._progress.batch + new,
@@ -223,7 +225,8 @@ class BackupAndRestore(Callback):
         """Copies the state between two steps, and has it written; all hosts must call it."""
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
-        header |= {"run": self._run, "progress": dataclasses.asdict(self._progress)}
+        progress = dataclasses.asdict(self._progress)
+        header |= {"run": self._run, "progress": progress, "logs": self._logs}
         self._saved_position = position
         self._is_due = False
         self._finish_writing()
@@ -241,6 +244,7 @@ class BackupAndRestore(Callback):
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
         if self._saved_position != self._progress.position:
+            self._restore_again()
             self._save()
         self._finish_writing()
         self._preemption.wait_for_backup()
@@ -304,6 +308,7 @@ class BackupAndRestore(Callback):
         training_state.check_same_model(model, header, str(self.backup_dir))
         training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])
+        self._logs = header.get("logs", {})  # Earlier versions did not save them.
         keras_internals.set_initial_epoch(model, self._progress.epoch)
 
     def _restore_again(self) -> None:
@@ -337,7 +342,7 @@ class BackupAndRestore(Callback):
             epochs = progress.epoch - (progress.first_epoch or 0)
             drop = progress.batch + data_order.batches_before(self._iterator, epochs)
         steps = (self.params or {}).get("steps")
-        data_order.SkipBatches(self.model, progress.batch, steps, drop)
+        data_order.SkipBatches(self.model, progress.batch, steps, drop, self._logs)
 
 
 def _resumption(

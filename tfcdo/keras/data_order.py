@@ -125,7 +125,9 @@ class SkipBatches:
     """Stands for a model's train function until `batch`; drops batches of the iterator first."""
 
     # Keras's own loop counts the batches, so that it ends the epoch where it always does.
-    def __init__(self, model: keras.Model, batch: int, steps: int | None, drop: int) -> None:
+    def __init__(
+        self, model: keras.Model, batch: int, steps: int | None, drop: int, logs: Any
+    ) -> None:
         at_once = model.steps_per_execution
         if batch % at_once and batch < (steps or math.inf):
             raise ValueError(
@@ -136,8 +138,8 @@ class SkipBatches:
         self._model = model
         self._train_function = model.train_function
         self._calls = math.ceil(min(batch, steps or batch) / at_once)
-        self._drop = drop
-        self._logs: Any = None
+        self._drop: int | None = drop
+        self._logs = logs  # The last batch's.
         model.train_function = self
 
     @staticmethod
@@ -148,13 +150,14 @@ class SkipBatches:
 
     def __call__(self, iterator: Any) -> Any:
         """Skips one call of the train function, or ends the skipping."""
-        if self._logs is None:
-            # The metrics of the epoch so far; Keras returns them if it trains no other batch.
-            self._logs = self._model.get_metrics_result()
+        if self._drop is not None:
+            # Keras returns them if it trains no other batch.
+            self._logs = self._logs or self._model.get_metrics_result()
             # An iterator that ends now says so again in the next call, as it did before.
             with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
                 for _ in range(self._drop):
                     next(iterator)
+            self._drop = None
         if self._calls:
             self._calls -= 1
             return self._logs

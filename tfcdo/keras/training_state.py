@@ -172,6 +172,9 @@ def _built_of(header: Mapping[str, Any]) -> dict[str, list[int] | None]:
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
     """Raises a ValueError unless a saved state is one of this model and optimizer."""
     remedy = "give each training a backup_dir of its own, or remove this one"
+    unbuilt = [layer.name for layer in model.layers if not layer.built]
+    if unbuilt:  # A `train_step` of the user's makes their variables, after this.
+        remedy += f"; if it is the same model, build its layer {unbuilt[0]!r} before fit"
     if header.get("format") != FORMAT:
         raise ValueError(
             f"the backup {source} has format {header.get('format')}, and this version of tfcdo "
