@@ -240,6 +240,26 @@ class ExactTest(BackupTestCase):
 
         self.assert_goes_on(fit)
 
+    @parameterized.product(after=(3, 5), save_freq=(1, "epoch"), is_endless=(False, True))
+    def test_epochs_of_a_part_of_the_data(self, after, save_freq, is_endless):
+        """Keras continues with the data in the next epoch, and begins it again after three."""
+
+        def fit(*callbacks: Any) -> Any:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+            data = _data("finite").take(4).concatenate(_data("finite").take(2))
+            if is_endless:
+                data = data.repeat()
+            options: Any = {"steps_per_epoch": 2, "epochs": 5, "verbose": 0}
+            history = model.fit(data, callbacks=[*callbacks], **options).history
+            return model.get_weights()[0].tobytes(), history["loss"][-2:]
+
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(save_freq=save_freq), _End(after))
+        backup._writer.submit(int).result()
+        self.assertEqual(fit(), fit(self.backup()))
+
     @parameterized.product(replicas=(1, 2), last=(2, 4))
     def test_a_model_without_a_call(self, replicas, last):
         """It reports a number of its last batch."""

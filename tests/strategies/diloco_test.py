@@ -110,7 +110,7 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}
 
 
-class _TwoOptimizers(keras.Sequential):
+class TwoOptimizers(keras.Sequential):
     """Updates its bias with an optimizer of its own, as a GAN updates its other half."""
 
     def train_step(self, data: Any) -> Any:
@@ -130,7 +130,7 @@ def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
     for _ in range(2):
         backup = tfcdo.keras.BackupAndRestore("two", STEPS + 1, delete_checkpoint=False)
         with strategy.scope():
-            model = model_with(_adam(), _TwoOptimizers)
+            model = model_with(_adam(), TwoOptimizers)
             model.second = _adam()
         model.fit(*data(), BATCH, EPOCHS, callbacks=[backup], shuffle=False, verbose=0)
         results.append(clusters.weights(strategy, model.trainable_variables))

@@ -16,6 +16,7 @@ from tfcdo import checks, keras_internals, log, strategies
 from tfcdo.cluster import protocol
 from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
+from tfcdo.training import step
 
 # Writes one backup at a time; the process ends when the last one has been written.
 _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo backup")
@@ -152,9 +153,10 @@ class BackupAndRestore(Callback):
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
         if self._progress.first_epoch is None:
             self._progress = dataclasses.replace(self._progress, first_epoch=epoch)
+        if self._restored is not None:
+            self._skip_batches()
         if self._restored is not None and self._progress.batch:
             training_state.restore_metrics(self.model, *self._restored)
-            self._skip_batches()
             return
         if self._restored is not None and self._progress.began:
             self._restore_again()
@@ -301,8 +303,8 @@ class BackupAndRestore(Callback):
 
     def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
         model = self.model
-        # In a strategy's scope, Keras has made all variables. Else the first step would make them.
-        if self._iterator is not None:
+        # With a strategy, `fit` has made all variables. Else the first step would make them.
+        if self._iterator is not None and not step.is_ours(model.distribute_strategy):
             keras_internals.symbolic_build(model, keras_internals.element_spec(self._iterator))
         training_state.build(model, header)
         training_state.check_same_model(model, header, str(self.backup_dir))
@@ -337,12 +339,12 @@ class BackupAndRestore(Callback):
 
     def _skip_batches(self) -> None:
         progress = self._progress
-        drop = 0
+        steps = (self.params or {}).get("steps")
+        dropped: tuple[Any, ...] = ()
         if self._order is None and self._iterator is not None:
             epochs = progress.epoch - (progress.first_epoch or 0)
-            drop = progress.batch + data_order.batches_before(self._iterator, epochs)
-        steps = (self.params or {}).get("steps")
-        data_order.SkipBatches(self.model, progress.batch, steps, drop, self._logs)
+            dropped = self._iterator, data_order.batches_before(self._iterator, epochs)
+        data_order.SkipBatches(self.model, progress.batch, steps, self._logs, *dropped)
 
 
 def _resumption(
