@@ -111,7 +111,7 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
 
 
 class TwoOptimizers(keras.Sequential):
-    """Updates its bias with an optimizer of its own, as a GAN updates its other half."""
+    """Updates its kernel and its bias with optimizers of their own, as a GAN its two halves."""
 
     def train_step(self, data: Any) -> Any:
         inputs, targets = data
@@ -119,7 +119,7 @@ class TwoOptimizers(keras.Sequential):
             loss = self.compute_loss(inputs, targets, self(inputs, training=True))
         kernel, bias = self.trainable_variables
         of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
-        self.optimizer.apply([of_kernel], [kernel])
+        self.first.apply([of_kernel], [kernel])
         self.second.apply([of_bias], [bias])
         return {"loss": loss}
 
@@ -130,8 +130,8 @@ def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
     for _ in range(2):
         backup = tfcdo.keras.BackupAndRestore("two", STEPS + 1, delete_checkpoint=False)
         with strategy.scope():
-            model = model_with(_adam(), TwoOptimizers)
-            model.second = _adam()
+            model = model_with("sgd", TwoOptimizers)
+            model.first, model.second = _adam(), _adam()
         model.fit(*data(), BATCH, EPOCHS, callbacks=[backup], shuffle=False, verbose=0)
         results.append(clusters.weights(strategy, model.trainable_variables))
     whole, resumed = results
