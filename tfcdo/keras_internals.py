@@ -367,6 +367,12 @@ def notes_epochs(iterator: Any) -> bool:
     )
 
 
+def count_batches(iterator: Any, batches: int) -> None:
+    """Notes that a model's iterator has given batches, so that it begins again where data ends."""
+    if hasattr(iterator, "_steps_seen"):  # Other versions of Keras do not count.
+        iterator._steps_seen += batches
+
+
 def set_initial_epoch(model: Any, epoch: int | None) -> None:
     """Sets the epoch that a model's running `fit` begins with; None for its argument's."""
     model._initial_epoch = epoch
@@ -389,6 +395,9 @@ def symbolic_build(model: Any, spec: Any) -> None:
     try:
         with model.distribute_strategy.scope():
             model._symbolic_build(data_batch=spec)
+    except (RuntimeError, TypeError, ValueError):
+        if not has_own_step(model):  # Which need not call the model.
+            raise
     finally:
         attributes["optimizer"] = optimizer
 

@@ -248,7 +248,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
             raise ValueError(
                 "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"
             )
-        diloco.finish(self, optimizer)
+        diloco.finish(self, updates.states_of(optimizer))
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Says how far each host was behind the others in the last 10 to 20 steps.

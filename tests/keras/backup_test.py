@@ -23,7 +23,7 @@ from keras_training import strategy_of
 import tfcdo
 import tfcdo.keras
 from tfcdo import log
-from tfcdo.cluster import protocol
+from tfcdo.cluster import config, protocol, session
 from tfcdo.keras import backup, backup_folder, preemption, training_state
 from tfcdo.training import step
 
@@ -66,6 +66,24 @@ class TwoOptimizers(keras.Sequential):
         self.optimizer.apply(gradients[:2], first)
         self.second.apply(gradients[2:], second)
         return {"loss": loss}
+
+
+class WithoutCall(keras.Model):
+    """Trains a network of its own, as Keras's example of a DDIM does."""
+
+    def __init__(self, is_built: bool = True) -> None:
+        super().__init__()
+        first = [keras.Input([4])] if is_built else []
+        self.network = keras.Sequential([*first, keras.layers.Dense(1)], name="network")
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            loss = self.loss(targets, self.network(inputs))
+        variables = self.network.trainable_variables
+        gradients = tape.gradient(loss, [one.value for one in variables])
+        self.optimizer.apply(gradients, variables)
+        return {"own": loss}
 
 
 class _Noise(keras.layers.Layer):
@@ -193,11 +211,11 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
-    def assert_goes_on(self, fit: Any) -> None:
-        """Checks that a training that ends after its third batch then goes on as undisturbed."""
+    def assert_goes_on(self, fit: Any, last: int = 2) -> None:
+        """Checks that a training that ends after a batch then goes on as undisturbed."""
 
         def end(batch: int, logs: Any) -> None:
-            if batch == 2:
+            if batch == last:
                 raise KeyboardInterrupt
 
         expected = fit()
@@ -221,6 +239,41 @@ class ExactTest(BackupTestCase):
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
 
         self.assert_goes_on(fit)
+
+    @parameterized.product(after=(3, 5), save_freq=(1, "epoch"), is_endless=(False, True))
+    def test_epochs_of_a_part_of_the_data(self, after, save_freq, is_endless):
+        """Keras continues with the data in the next epoch, and begins it again after three."""
+
+        def fit(*callbacks: Any) -> Any:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", run_eagerly=True)
+            data = _data("finite").take(4).concatenate(_data("finite").take(2))
+            if is_endless:
+                data = data.repeat()
+            options: Any = {"steps_per_epoch": 2, "epochs": 5, "verbose": 0}
+            history = model.fit(data, callbacks=[*callbacks], **options).history
+            return model.get_weights()[0].tobytes(), history["loss"][-2:]
+
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(save_freq=save_freq), _End(after))
+        backup._writer.submit(int).result()
+        self.assertEqual(fit(), fit(self.backup()))
+
+    @parameterized.product(replicas=(1, 2), last=(2, 4))
+    def test_a_model_without_a_call(self, replicas, last):
+        """It reports a number of its last batch."""
+
+        def fit(*callbacks: Any) -> list[bytes]:
+            keras.utils.set_random_seed(0)
+            with strategy_of(replicas).scope():
+                model = WithoutCall()
+                model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+            history = model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
+            logs = np.array(history.history["own"])
+            return [one.tobytes() for one in (*model.get_weights(), logs)]
+
+        self.assert_goes_on(fit, last)
 
     @parameterized.parameters(1, 2)
     def test_random_numbers_without_a_seed(self, replicas):
@@ -259,6 +312,27 @@ class ExactTest(BackupTestCase):
         weights = (each.model.get_weights() for each in (undisturbed, training))
         self.assertAllClose(*weights, 1e-5, 1e-5)
         self.assertAllClose(undisturbed.logs[2], training.logs[2], 1e-5, 1e-5)
+
+    def test_sigterm_before_the_position_of_the_backup(self):
+        """Callbacks have changed the model again by then."""
+        options: Any = {"exact": False, "rate": 0.1}
+        self.interrupted(8, _Slower(), self.backup(save_freq=1), **options)
+        end = keras.callbacks.LambdaCallback(
+            on_epoch_begin=lambda epoch, logs: signal.raise_signal(signal.SIGTERM)
+        )
+        self.addCleanup(preemption._signalled.clear)
+        with self.assertRaises(SystemExit):
+            _Training(_Slower(), end, self.backup(), **options)
+        preemption._signalled.clear()
+        training = _Training(_Slower(), self.backup(), **options)
+        self.assert_bitwise_equal(_Training(_Slower(), **options), training)
+
+    def test_the_number_of_a_worker_beside_a_chief(self):
+        cluster = config.from_spec({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
+        strategy = mock.Mock(num_replicas_in_sync=4)
+        strategy.extended.worker_devices = ["CPU:0", "CPU:1"]
+        with mock.patch.object(session, "_current", mock.Mock(cluster=cluster)):
+            self.assertEqual(training_state.host_of(strategy), (1, 2))
 
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:
@@ -326,6 +400,19 @@ class BadInputTest(BackupTestCase):
             with self.assertRaisesRegex(ValueError, message):
                 model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)
+
+    def test_layers_that_the_first_step_builds(self):
+        def fit(*callbacks: Any) -> None:
+            model = WithoutCall(is_built=False)
+            model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+            data = tf.data.Dataset.from_tensors((np.zeros([4, 4]), np.zeros([4, 1])))
+            model.fit(data, verbose=0, callbacks=[self.backup(save_freq=1), *callbacks])
+
+        with self.assertRaises(KeyboardInterrupt):
+            fit(_End(1))
+        backup._writer.submit(int).result()
+        with self.assertRaisesRegex(ValueError, "same model, build its layer 'network' before fit"):
+            fit()
 
     def test_backups_of_other_classes_and_versions(self):
         self.folder.mkdir()

@@ -122,6 +122,25 @@ def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
     return {"dropped": np.concatenate([dropped(inputs) for inputs in data])}
 
 
+def few_rows(strategy: Any) -> dict[str, np.ndarray]:
+    """Has, in a loop of one's own, too few rows for the other host: an error on both hosts."""
+    loss_of = keras.losses.MeanSquaredError()
+
+    @tf.function
+    def step(part: Any) -> Any:
+        losses = strategy.run(lambda own: loss_of(own, 2 * own), (part,))
+        return strategy.reduce("SUM", losses, axis=None)
+
+    messages, losses = [], []
+    for rows in 3, 2, 5:
+        data = tf.data.Dataset.from_tensors(np.ones([rows, 3], np.float32))
+        try:
+            losses += [step(part) for part in strategy.experimental_distribute_dataset(data)]
+        except tf.errors.InvalidArgumentError as error:
+            messages.append(error.message)
+    return {"messages": np.array(messages), "losses": np.array(losses)}
+
+
 def empty_host(strategy: Any) -> dict[str, np.ndarray]:
     """Has batches that leave one host without examples; a layer divides by a moving statistic."""
     with scope(strategy):
@@ -228,7 +247,7 @@ _TRAININGS |= {"uneven_loop": 0.0, "empty_host": 2e-6, "unused_rows": 0.0, "caug
 
 class HostsTest(tf.test.TestCase):
     def test_two_hosts(self):
-        names = ["shuffled", "unlike_sizes", *_TRAININGS, "in_sync"]
+        names = ["shuffled", "unlike_sizes", "few_rows", *_TRAININGS, "in_sync"]
         results, outcomes = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, tolerance in _TRAININGS.items():
             with self.subTest(name):
@@ -243,6 +262,12 @@ class HostsTest(tf.test.TestCase):
             for own in results["unlike_sizes"]:
                 self.assertAllEqual(np.full(210, 4), own["sums"])
                 self.assertAllEqual(np.concatenate(rows), own["gathered"])
+        with self.subTest("a batch with fewer rows than replicas"):
+            for own in results["few_rows"]:
+                self.assertLen(own["messages"], 2)
+                for message in own["messages"]:
+                    self.assertIn("fewer examples than the 4 replicas", str(message))
+                self.assertAllClose([1.0], own["losses"])
         with self.subTest("callbacks stop before the 20 epochs are over, in smaller steps"):
             rates = results["callbacks"][0]["learning_rate"]
             self.assertLess(len(rates), 20)

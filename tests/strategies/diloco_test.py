@@ -30,10 +30,10 @@ def data(count: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
     return inputs, np.sin(inputs @ drawn.normal(size=[36, 40])).astype(np.float32)
 
 
-def model_with(optimizer: Any, **options: Any) -> keras.Model:
+def model_with(optimizer: Any, kind: Any = keras.Sequential, **options: Any) -> keras.Model:
     """Builds a model whose parameters are large enough for exchanges to be cast."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential([keras.Input([36]), keras.layers.Dense(40)])
+    model = kind([keras.Input([36]), keras.layers.Dense(40)])
     model.compile(optimizer, "mse", **(options or {"run_eagerly": True}))
     return model
 
@@ -105,6 +105,34 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
         results.append(_train(_outer(strategy, 3, exchange="int8"), _adam, backup))
     whole, resumed = results
     assert len(resumed["loss"]) == 1 < len(whole["loss"])
+    return whole | {f"resumed_{name}": value for name, value in resumed.items()}
+
+
+class TwoOptimizers(keras.Sequential):
+    """Updates its kernel and its bias with optimizers of their own, as a GAN its two halves."""
+
+    def train_step(self, data: Any) -> Any:
+        inputs, targets = data
+        with tf.GradientTape() as tape:
+            loss = self.compute_loss(inputs, targets, self(inputs, training=True))
+        kernel, bias = self.trainable_variables
+        of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
+        self.first.apply([of_kernel], [kernel])
+        self.second.apply([of_bias], [bias])
+        return {"loss": loss}
+
+
+def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
+    """Trains with two optimizers; goes on with other objects from two steps after an exchange."""
+    strategy, results = _outer(strategy, 3, check_in_sync=True), []
+    for _ in range(2):
+        backup = tfcdo.keras.BackupAndRestore("two", STEPS + 1, delete_checkpoint=False)
+        with strategy.scope():
+            model = model_with("sgd", TwoOptimizers)
+            model.first, model.second = _adam(), _adam()
+        model.fit(*data(), BATCH, EPOCHS, callbacks=[backup], shuffle=False, verbose=0)
+        results.append(clusters.weights(strategy, model.trainable_variables))
+    whole, resumed = results
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}
 
 
@@ -229,7 +257,8 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
 
 class DiLoCoTest(tf.test.TestCase):
     def test_two_hosts(self):
-        names = ["alone", "fragments", "scaled", "int8", "own_loop", "other_weights"]
+        names = ["alone", "fragments", "scaled", "int8", "two_optimizers", "own_loop"]
+        names.append("other_weights")
         results, _ = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, hosts in results.items():
             with self.subTest(f"all replicas hold the same: {name}"):
@@ -246,6 +275,7 @@ class DiLoCoTest(tf.test.TestCase):
             self.assertNear(loss, results["alone"][1]["val_loss"][0], 1e-5)
         for name, simulated in (
             ("alone", expected),
+            ("two_optimizers", expected),
             ("own_loop", expected),
             ("fragments", _simulate(4, fragments=(0, 1))[1]),
             ("scaled", _simulate(3, accumulated=2)[1]),
@@ -257,7 +287,7 @@ class DiLoCoTest(tf.test.TestCase):
             kernel = results["int8"][0]["replica_0"][0]
             self.assertGreater(np.abs(expected[0] - kernel).max(), 1e-4)
         with self.subTest("resumed"):
-            for own in results["int8"]:
+            for own in (*results["int8"], *results["two_optimizers"]):
                 for name in ("replica_0", "replica_1"):
                     self.assertEqual(own[name].tobytes(), own[f"resumed_{name}"].tobytes(), name)
 

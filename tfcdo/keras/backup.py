@@ -16,6 +16,7 @@ from tfcdo import checks, keras_internals, log, strategies
 from tfcdo.cluster import protocol
 from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
+from tfcdo.training import step
 
 # Writes one backup at a time; the process ends when the last one has been written.
 _writer = concurrent.futures.ThreadPoolExecutor(1, thread_name_prefix="tfcdo backup")
@@ -127,6 +128,7 @@ class BackupAndRestore(Callback):
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
+        self._logs: dict[str, float] = {}  # The last batch's.
         # An earlier `fit` may have ended with an error.
         keras_internals.set_initial_epoch(self.model, None)
         if restored is not None:
@@ -151,9 +153,10 @@ class BackupAndRestore(Callback):
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
         if self._progress.first_epoch is None:
             self._progress = dataclasses.replace(self._progress, first_epoch=epoch)
+        if self._restored is not None:
+            self._skip_batches()
         if self._restored is not None and self._progress.batch:
             training_state.restore_metrics(self.model, *self._restored)
-            self._skip_batches()
             return
         if self._restored is not None and self._progress.began:
             self._restore_again()
@@ -183,6 +186,7 @@ class BackupAndRestore(Callback):
             if new == 0:
                 self._restore_again()
             return
+        self._logs = {name: value for name, value in (logs or {}).items() if type(value) is float}
         self._progress = dataclasses.replace(
             self._progress,
             batch=self._progress.batch + new,
@@ -223,7 +227,8 @@ class BackupAndRestore(Callback):
         """Copies the state between two steps, and has it written; all hosts must call it."""
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
-        header |= {"run": self._run, "progress": dataclasses.asdict(self._progress)}
+        progress = dataclasses.asdict(self._progress)
+        header |= {"run": self._run, "progress": progress, "logs": self._logs}
         self._saved_position = position
         self._is_due = False
         self._finish_writing()
@@ -241,6 +246,7 @@ class BackupAndRestore(Callback):
     def _leave(self) -> None:
         """Makes a backup and ends the process, as all hosts do after this step."""
         if self._saved_position != self._progress.position:
+            self._restore_again()
             self._save()
         self._finish_writing()
         self._preemption.wait_for_backup()
@@ -297,13 +303,14 @@ class BackupAndRestore(Callback):
 
     def _restore(self, header: backup_folder.Header, arrays: Any) -> None:
         model = self.model
-        # In a strategy's scope, Keras has made all variables. Else the first step would make them.
-        if self._iterator is not None:
+        # With a strategy, `fit` has made all variables. Else the first step would make them.
+        if self._iterator is not None and not step.is_ours(model.distribute_strategy):
             keras_internals.symbolic_build(model, keras_internals.element_spec(self._iterator))
         training_state.build(model, header)
         training_state.check_same_model(model, header, str(self.backup_dir))
         training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])
+        self._logs = header.get("logs", {})  # Earlier versions did not save them.
         keras_internals.set_initial_epoch(model, self._progress.epoch)
 
     def _restore_again(self) -> None:
@@ -332,12 +339,12 @@ class BackupAndRestore(Callback):
 
     def _skip_batches(self) -> None:
         progress = self._progress
-        drop = 0
+        steps = (self.params or {}).get("steps")
+        dropped: tuple[Any, ...] = ()
         if self._order is None and self._iterator is not None:
             epochs = progress.epoch - (progress.first_epoch or 0)
-            drop = progress.batch + data_order.batches_before(self._iterator, epochs)
-        steps = (self.params or {}).get("steps")
-        data_order.SkipBatches(self.model, progress.batch, steps, drop)
+            dropped = self._iterator, data_order.batches_before(self._iterator, epochs)
+        data_order.SkipBatches(self.model, progress.batch, steps, self._logs, *dropped)
 
 
 def _resumption(

@@ -125,7 +125,15 @@ class SkipBatches:
     """Stands for a model's train function until `batch`; drops batches of the iterator first."""
 
     # Keras's own loop counts the batches, so that it ends the epoch where it always does.
-    def __init__(self, model: keras.Model, batch: int, steps: int | None, drop: int) -> None:
+    def __init__(
+        self,
+        model: keras.Model,
+        batch: int,
+        steps: int | None,
+        logs: Any,
+        epoch_iterator: Any = None,
+        before: int = 0,  # Batches that its iterator has given in earlier epochs.
+    ) -> None:
         at_once = model.steps_per_execution
         if batch % at_once and batch < (steps or math.inf):
             raise ValueError(
@@ -135,9 +143,11 @@ class SkipBatches:
             )
         self._model = model
         self._train_function = model.train_function
+        self._batch, self._before = batch, before
         self._calls = math.ceil(min(batch, steps or batch) / at_once)
-        self._drop = drop
-        self._logs: Any = None
+        self._logs = logs  # The last batch's.
+        self._epoch_iterator = epoch_iterator
+        self._is_first = True
         model.train_function = self
 
     @staticmethod
@@ -148,18 +158,24 @@ class SkipBatches:
 
     def __call__(self, iterator: Any) -> Any:
         """Skips one call of the train function, or ends the skipping."""
-        if self._logs is None:
-            # The metrics of the epoch so far; Keras returns them if it trains no other batch.
-            self._logs = self._model.get_metrics_result()
-            # An iterator that ends now says so again in the next call, as it did before.
-            with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
-                for _ in range(self._drop):
-                    next(iterator)
+        if self._is_first:
+            self._is_first = False
+            # Keras returns them if it trains no other batch.
+            self._logs = self._logs or self._model.get_metrics_result()
+            if self._epoch_iterator is not None:
+                self._drop(iterator)
         if self._calls:
             self._calls -= 1
             return self._logs
         self._model.train_function = self._train_function
         return self._train_function(iterator)
+
+    def _drop(self, iterator: Any) -> None:
+        keras_internals.count_batches(self._epoch_iterator, self._before)
+        # An iterator that ends now says so again in the next call, as it did before.
+        with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
+            for _ in range(self._before + self._batch):
+                next(iterator)
 
 
 def batches_before(epoch_iterator: Any, epochs: int) -> int:

@@ -14,6 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
+from tfcdo.cluster import session
 from tfcdo.keras import backup_folder
 from tfcdo.training import step, updates
 
@@ -102,7 +103,8 @@ def host_of(strategy: tf.distribute.Strategy) -> tuple[int, int]:
     if replicas == 1:
         return 0, 1
     hosts = replicas // len(strategy.extended.worker_devices)
-    return (strategy.cluster_resolver.task_id if hosts > 1 else 0), hosts
+    joined = session.current()
+    return (joined.cluster.index if joined is not None and hosts > 1 else 0), hosts
 
 
 def gather(strategy: tf.distribute.Strategy, data: bytes) -> list[bytes]:
@@ -164,6 +166,9 @@ def _built(model: keras.Model) -> dict[str, list[int] | None]:
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
     """Raises a ValueError unless a saved state is one of this model and optimizer."""
     remedy = "give each training a backup_dir of its own, or remove this one"
+    unbuilt = [layer.name for layer in model.layers if not layer.built]
+    if unbuilt:  # A `train_step` of the user's makes their variables, after this.
+        remedy += f"; if it is the same model, build its layer {unbuilt[0]!r} before fit"
     if header.get("format") != FORMAT:
         raise ValueError(
             f"the backup {source} has format {header.get('format')}, and this version of tfcdo "
@@ -283,8 +288,11 @@ def _slots(model: keras.Model, built: Iterable[str]) -> list[_StateEntry]:
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
         *(_of_optimizer(_slot(variable, is_state=False)) for variable in of_all),
     ]
-    for state in updates.states_of(model.optimizer):
-        slots = [_of_host(slot) for slot in slots] + [_of_host(_slot(state.examples, False))]
+    states = updates.states_of_model(model)
+    if states:
+        slots = [_of_host(slot) for slot in slots]
+    for state in states:
+        slots.append(_of_host(_slot(state.examples, False)))
         slots += [_slot(variable, is_state=False) for variable in state.variables_of_all]
     return slots
 

@@ -203,21 +203,19 @@ def is_outer(optimizer: Any) -> bool:
     return getattr(optimizer, _IS_OUTER, False)
 
 
-def finish(strategy: tf.distribute.Strategy, optimizer: Any) -> None:
+def finish(strategy: tf.distribute.Strategy, states: Sequence[OuterState]) -> None:
     """Exchanges all that hosts have trained since the last exchange; all hosts must call it."""
     replicas = len(strategy.extended.worker_devices)
     steps = [ReplicaStep(index, replicas) for index in range(replicas)]
     with strategy.scope(), step.during(steps=steps):
-        for state in updates.states_of(optimizer):
+        for state in states:
             state.finish()
 
 
 @contextlib.contextmanager
 def common_parameters(model: Any) -> Iterator[None]:
     """While this lasts, a model has the parameters of the last exchange."""
-    states = [
-        state for state in updates.states_of(getattr(model, "optimizer", None)) if state.num_steps
-    ]
+    states = [state for state in updates.states_of_model(model) if state.num_steps]
     own = []
     for state in states:
         for variable in state.trained:

@@ -159,7 +159,7 @@ class ReplicaExtended:
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
         some_can_be_empty = steps[0].some_can_be_empty
         if not is_keras and some_can_be_empty:
-            begin += [_none_empty(steps)]
+            begin += [_none_empty(steps[0].rows_of_all)]
         # Else a replica whose iterator has ended would stop after some of the others' updates.
         all_have_data = [tf.group(*begin)] if begin and not tf.executing_eagerly() else []
 
@@ -345,12 +345,12 @@ def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) 
     return on_replica
 
 
-def _none_empty(steps: Sequence[ReplicaStep]) -> Any:
+def _none_empty(rows_of_all: Sequence[Any]) -> Any:
     """Returns an op that fails if a replica has no examples in a loop that is not Keras's."""
-    rows = [tf.cast(here.rows, tf.int64) for here in steps]
+    # A replica of any host: all hosts fail, and can continue.
     return tf.debugging.assert_positive(
-        tf.stack(rows),
-        f"a batch has fewer examples than the {steps[0].replicas} replicas, and layers may fail on "
+        tf.stack([tf.cast(rows, tf.int64) for rows in rows_of_all]),
+        f"a batch has fewer examples than the {len(rows_of_all)} replicas, and layers may fail on "
         "none: use dataset.batch(n, drop_remainder=True), or batches of which the last has enough "
         "examples; Model.fit, evaluate and predict accept such a batch. Examples per replica",
     )

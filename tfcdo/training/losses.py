@@ -58,6 +58,8 @@ def reduced(
     if here is None or reduction in (None, "none"):
         return own(values, sample_weight, reduction)
     values = here.keep(values)
+    if tuple(values.shape) == (0,):  # Keras would return it; other replicas have a number.
+        return here.loss(tf.reduce_sum(values))
     if values.shape.rank == 0:  # A loss of the whole batch, such as Dice: Keras does not scale it.
         return here.loss(values if reduction == "sum" else values * here.share(values.dtype))
     if reduction == "mean_with_sample_weight" and sample_weight is not None:

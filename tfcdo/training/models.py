@@ -192,7 +192,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     with keras_internals.fitting():
         history = own(model, *args, **kwargs)
     if is_ours:
-        diloco.finish(model.distribute_strategy, model.optimizer)
+        diloco.finish(model.distribute_strategy, updates.states_of_model(model))
     return history
 
 
@@ -252,7 +252,7 @@ def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model other parameters, from which all hosts begin."""
     result = own(model, *args, **kwargs)
-    for state in updates.states_of(getattr(model, "optimizer", None)):
+    for state in updates.states_of_model(model):
         state.begin_again()
     return result
 
@@ -312,7 +312,9 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        variables = [*model.trainable_variables, *getattr(model.optimizer, "variables", ())]
+        optimizers = keras_internals.optimizers_of(model).values()
+        of_optimizers = (one for optimizer in optimizers for one in optimizer.variables)
+        variables = [*model.trainable_variables, *of_optimizers]
         self._variables = [  # All replicas hold the same numbers of these.
             variable
             for variable in variables
@@ -320,7 +322,7 @@ class WeightComparison:
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
         # Between two exchanges, all hosts have the same of the outer loop only.
-        states = updates.states_of(model.optimizer)
+        states = updates.states_of_model(model)
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common

@@ -115,6 +115,13 @@ def states_of(optimizer: Any) -> list[Any]:
     return [getattr(leaf, OUTER_STATE) for leaf in leaves if hasattr(leaf, OUTER_STATE)]
 
 
+def states_of_model(model: Any) -> list[Any]:
+    """Returns the `diloco.OuterState` of each part of a model's optimizers."""
+    optimizers = keras_internals.optimizers_of(model).values()
+    states = [state for optimizer in optimizers for state in states_of(optimizer)]
+    return list({id(state): state for state in states}.values())  # One may wrap another.
+
+
 def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
     """Raises a ValueError unless an optimizer and its variables are of the strategy's scope."""
     for leaf in (optimizer, *keras_internals.leaves(optimizer)):
