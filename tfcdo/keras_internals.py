@@ -94,6 +94,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (_trainer, "_multi_worker_concat", ("v", "strategy")),
     (_trainer.TFEpochIterator, "_distributed_dataset", ()),
+    (_trainer.TFEpochIterator, "_steps_seen", ()),
     (_trainer.TFEpochIterator, "data_adapter", ()),
     (_trainer.TFEpochIterator, "steps_per_epoch", ()),
     (_trainer.TFEpochIterator, "steps_per_execution", ()),
@@ -369,8 +370,7 @@ def notes_epochs(iterator: Any) -> bool:
 
 def count_batches(iterator: Any, batches: int) -> None:
     """Notes that a model's iterator has given batches, so that it begins again where data ends."""
-    if hasattr(iterator, "_steps_seen"):  # Other versions of Keras do not count.
-        iterator._steps_seen += batches
+    iterator._steps_seen += batches
 
 
 def set_initial_epoch(model: Any, epoch: int | None) -> None:

@@ -310,7 +310,7 @@ class BackupAndRestore(Callback):
         training_state.check_same_model(model, header, str(self.backup_dir))
         training_state.restore(model, header, arrays)
         self._progress = _Progress(**header["progress"])
-        self._logs = header.get("logs", {})  # Earlier versions did not save them.
+        self._logs = header["logs"]
         keras_internals.set_initial_epoch(model, self._progress.epoch)
 
     def _restore_again(self) -> None:
