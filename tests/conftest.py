@@ -11,16 +11,8 @@ import pytest
 import warm_python
 
 # Each is NAME_test.py.
-_LONG = (
-    "diloco",
-    "programs",
-    "multi_worker",
-    "faults",
-    "faulty_hosts",
-    "hosts",
-    "backup_hosts",
-    "demo",
-)
+_LONG = {"diloco", "programs", "multi_worker", "faults", "faulty_hosts", "simulator"}
+_LONG |= {"hosts", "backup_hosts", "demo"}
 
 
 def pytest_configure(config: Any) -> None:

@@ -1,8 +1,4 @@
-"""The documentation: every code block runs or is checked, every link leads somewhere.
-
-Blocks of Python run in this process, each after those above it on its page. Commands without
-TensorFlow run and print what the page shows (`...` is anything); options of others are read.
-"""
+"""The documentation: every code block runs or is checked, every link leads somewhere."""
 
 from __future__ import annotations
 
@@ -63,9 +59,8 @@ def _commands(block: str) -> Iterator[tuple[str, str]]:
 class CodeTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        folder = self.enter_context(tempfile.TemporaryDirectory())
         self.addCleanup(os.chdir, pathlib.Path.cwd())
-        os.chdir(folder)
+        os.chdir(self.enter_context(tempfile.TemporaryDirectory()))
         self.enter_context(tu.kernels_for("GPU"))
         # A strategy without devices takes all eight, whose traces take minutes.
         few = tf.config.list_logical_devices("CPU")[:2]
@@ -143,8 +138,7 @@ class CodeTest(parameterized.TestCase):
             matches = doctest.OutputChecker().check_output(output, result.output, _FLAGS)
             self.assertTrue(matches, f"the page has\n{output}\nand this is\n{result.output}")
         elif not arguments[0].startswith("-"):
-            context = click.Context(commands.tfcdo)
-            command = commands.tfcdo.get_command(context, arguments[0])
+            command = commands.tfcdo.get_command(click.Context(commands.tfcdo), arguments[0])
             command.make_context(arguments[0], [_example(word) for word in arguments[1:]])
 
 
@@ -171,8 +165,7 @@ class LinksTest(parameterized.TestCase):
                 self.assertIn(anchor, [one.replace(" ", "-") for one in anchors], link)
 
     def test_each_page_is_in_the_table_of_contents(self):
-        line = r"^(?:[A-Z][a-z ]+<)?([a-z-]+)>?$"
-        listed = re.findall(line, _TEXTS["index.md"], re.MULTILINE)
+        listed = re.findall(r"^(?:[A-Z][a-z ]+<)?([a-z-]+)>?$", _TEXTS["index.md"], re.MULTILINE)
         pages = {name.removesuffix(".md") for name in _PAGES if name[0].islower()}
         self.assertCountEqual(listed, pages - {"index"})
 
@@ -191,8 +184,7 @@ class ReferenceTest(absltest.TestCase):
         self.assertEmpty(public - listed)
 
     def test_messages_are_those_that_are_raised(self):
-        """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page
-        that was made by running TensorFlow."""
+        """Each heading that is a message is in the source of tfcdo or TensorFlow, or in a page."""
         tensorflow = pathlib.Path(tf.__file__).parent / "python" / "distribute"
         files = [*(_ROOT / "tfcdo").rglob("*.py"), *tensorflow.glob("*.py")]
         said = "\n".join(text for file in files for text in _strings(file))

@@ -69,10 +69,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEmpty(others, f"{name}: put them into {' or '.join(_DOORS)}")
 
     def test_what_no_source_names(self):
-        """TensorFlow's private modules by attribute; its reductions; and extras on import.
-
-        The commands and pictures need extras, and commands compare tfcdo with TensorFlow.
-        """
+        """TensorFlow's private modules by attribute; its reductions; and extras on import."""
         for path, tree in _TREES.items():
             text = ast.unparse(tree)
             self.assertNotRegex(text, r"python\.distribute(\.| import )cross_device", path)

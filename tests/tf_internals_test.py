@@ -47,9 +47,7 @@ def function():
 class ValuesTest(tf.test.TestCase):
     def test_is_what_a_strategy_makes(self):
         strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
-        made = strategy.run(
-            lambda: tf.identity(tf.distribute.get_replica_context().replica_id_in_sync_group)
-        )
+        made = strategy.run(lambda: tf.random.uniform([]))
         self.assertIs(type(made), type(tf_internals.per_replica([1, 2])))
         reduced = strategy.extended.batch_reduce_to(tu.SUM, [(made, made)])[0]
         self.assertIs(type(reduced), type(tf_internals.mirrored([1, 2])))

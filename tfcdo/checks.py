@@ -34,13 +34,6 @@ def check_device_list(devices: Any) -> tuple[str, ...]:
     return found
 
 
-def check_sizes(num_bytes: object, num_packs: object) -> None:
-    """Raises unless these are the bytes of some data, and the number of its packs or None."""
-    check_int("num_bytes", num_bytes, at_least=0)
-    if num_packs is not None:
-        check_int("num_packs", num_packs, at_least=1)
-
-
 def check_number(name: str, value: object) -> None:
     """Raises a TypeError unless the argument `name` is a number; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):

@@ -354,7 +354,10 @@ class AutoAllReduce(AllReduceCrossDeviceOps):
         if not nccl:
             self._options = dataclasses.replace(self._options, nccl="never")
         if plan is not None:
-            saved = _read_plan(plan)
+            if not isinstance(plan, (str, os.PathLike)):
+                raise TypeError(f"plan must be the path of a file, or None; got {plan!r}")
+            origin = "`tfcdo plan --save` has written"
+            saved = _read_file("plan", plan, Evaluation.from_json, origin)
             self._options = dataclasses.replace(
                 self._options, algorithm=saved.plan, nccl="never", saved=saved
             )
@@ -436,13 +439,6 @@ def _check_algorithm(algorithm: Any) -> str | tuple[copy_tree.CopyTree, ...]:
             f"tfcdo.plan.copy_tree.CopyTree; got {algorithm!r}"
         )
     return algorithm
-
-
-def _read_plan(path: Any) -> Evaluation:
-    """Reads the file that the argument `plan` names."""
-    if not isinstance(path, (str, os.PathLike)):
-        raise TypeError(f"plan must be the path of a file, or None; got {path!r}")
-    return _read_file("plan", path, Evaluation.from_json, "`tfcdo plan --save` has written")
 
 
 def _read_file(name: str, path: Any, parse: Callable[[bytes], _T], origin: str) -> _T:

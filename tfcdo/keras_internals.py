@@ -16,7 +16,6 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
-from keras.src import tree
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
@@ -31,7 +30,6 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
 from tfcdo import log, private_names, version
 
-TFEpochIterator = _trainer.TFEpochIterator
 Trainer = _trainer.TensorFlowTrainer
 
 # Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
@@ -95,10 +93,10 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (_trainer, "_multi_worker_concat", ("v", "strategy")),
-    (TFEpochIterator, "_distributed_dataset", ()),
-    (TFEpochIterator, "data_adapter", ()),
-    (TFEpochIterator, "steps_per_epoch", ()),
-    (TFEpochIterator, "steps_per_execution", ()),
+    (_trainer.TFEpochIterator, "_distributed_dataset", ()),
+    (_trainer.TFEpochIterator, "data_adapter", ()),
+    (_trainer.TFEpochIterator, "steps_per_epoch", ()),
+    (_trainer.TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
     (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
@@ -258,7 +256,6 @@ def _update_averages(leaf: Any) -> None:
 
 def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
     """Makes an accumulator of gradients; each replica has its own."""
-    path = getattr(reference_variable, "path", None) or reference_variable.name
 
     def on_read(make: Callable[..., Any], **options: Any) -> Any:
         # Keras's variables have had these two arguments since 3.10.
@@ -266,13 +263,14 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
         options["aggregation"] = tf.VariableAggregation.SUM
         return make(**options)
 
+    path = path_of(reference_variable).replace("/", "_").replace(":", "_")
     with keras.name_scope(optimizer.name), tf.variable_creator_scope(on_read):
         accumulator = keras.Variable(
             "zeros",
             shape=tuple(reference_variable.shape),
             dtype=keras.backend.standardize_dtype(reference_variable.dtype),
             trainable=False,
-            name=f"{path}_gradient_accumulator".replace("/", "_").replace(":", "_"),
+            name=f"{path}_gradient_accumulator",
         )
     optimizer._track_variable(accumulator)
     return accumulator
@@ -399,11 +397,6 @@ def symbolic_build(model: Any, spec: Any) -> None:
             model._symbolic_build(data_batch=spec)
     finally:
         attributes["optimizer"] = optimizer
-
-
-def map_structure(function: Callable[..., Any], structure: Any) -> Any:
-    """Calls a function with each leaf of a structure, as Keras sees structures."""
-    return tree.map_structure(function, structure)
 
 
 # Random numbers

@@ -23,12 +23,12 @@ from tfcdo.exchange.casts import check_exchange
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
-from tfcdo.execute.request import check_cross_device_ops, check_device, check_options
+from tfcdo.execute.request import brief, check_device, check_options
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step, updates
+from tfcdo.training import diloco, models, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -78,7 +78,14 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         devices = None if devices is None else list(devices)
         for device in devices or ():
             check_device("each of devices", getattr(device, "name", device))
-        check_cross_device_ops(cross_device_ops)
+        # TensorFlow accepts anything, even a class, and fails in the first reduction.
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, tf.distribute.CrossDeviceOps
+        ):
+            raise TypeError(
+                "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "
+                f"got {brief(cross_device_ops)}"
+            )
         checks.check_bool("shard_optimizer_state", shard_optimizer_state)
         checks.check_bool("synchronize_batch_norm", synchronize_batch_norm)
         hosts = config.num_training_hosts()  # Its errors say more than TensorFlow's.
@@ -163,7 +170,16 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
     ) -> None:
         if communication_options is None:
             communication_options = tf.distribute.experimental.CommunicationOptions()
-        _check_host_arguments(communication_options, cross_device_ops, devices_per_worker)
+        check_options(communication_options, "communication_options")
+        if cross_device_ops is not None and not isinstance(
+            cross_device_ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)
+        ):
+            raise TypeError(
+                "cross_device_ops must be one of tfcdo's, such as "
+                f"tfcdo.HierarchicalCopyAllReduce(), or None; got {cross_device_ops!r}"
+            )
+        if devices_per_worker is not None:
+            checks.check_int("devices_per_worker", devices_per_worker, at_least=1)
         is_function = callable(exchange) and not isinstance(exchange, (type, Exchange))
         if not is_function:  # A function is asked for each variable.
             exchange = SUM if exchange is None else check_exchange("exchange", exchange)
@@ -335,9 +351,15 @@ def _default_ops(devices: Sequence[str]) -> AllReduceCrossDeviceOps:
     return NcclAllReduce() if nccl.nccl_status(devices).can_run else AutoAllReduce()
 
 
-def _set_up(extended: ReplicaExtended, shard: bool, synchronize: bool) -> None:
-    if shard:
-        updates.check_shards(extended)
+def _set_up(
+    extended: _MirroredExtended | _MultiWorkerExtended, shard: bool, synchronize: bool
+) -> None:
+    ops = extended._cross_device_ops
+    if shard and not isinstance(ops, AllReduceCrossDeviceOps):
+        raise TypeError(
+            "shard_optimizer_state=True needs cross_device_ops that is one of tfcdo's all-reduce "
+            f"classes, such as tfcdo.AutoAllReduce(), or None; got {ops!r}"
+        )
     extended.shard_optimizer_state = shard
     extended.synchronize_batch_norm = synchronize
 
@@ -569,15 +591,3 @@ def _runs_flat(hint: str, ops: Any, devices: Sequence[str]) -> bool:
             f"all hosts, one device a host takes part for each pack: {problem}"
         )
     return False
-
-
-def _check_host_arguments(options: Any, ops: Any, devices_per_worker: Any) -> None:
-    """Raises an error for arguments of `MultiWorkerMirroredStrategy` of another type."""
-    check_options(options, "communication_options")
-    if ops is not None and not isinstance(ops, (AllReduceCrossDeviceOps, ReductionToOneDevice)):
-        raise TypeError(
-            "cross_device_ops must be one of tfcdo's, such as tfcdo.HierarchicalCopyAllReduce(), "
-            f"or None; got {ops!r}"
-        )
-    if devices_per_worker is not None:
-        checks.check_int("devices_per_worker", devices_per_worker, at_least=1)

@@ -50,8 +50,6 @@ MirroredExtended: type[Any] = _mirrored_strategy.MirroredExtended
 MultiWorkerExtended: type[Any] = _collective_strategy.CollectiveAllReduceExtended
 # Tells the tapes that record now how to compute a gradient.
 record_operation = _record.record_operation
-# The public name is a function that makes one.
-OPTIONS_TYPE = type(tf.distribute.experimental.CommunicationOptions())
 
 # All that tfcdo's subclasses override, call through `super()` or read of these classes. The tests
 # compare this list with the subclasses.
@@ -239,15 +237,12 @@ def is_variable(value: Any) -> bool:
 
 def devices_of_values(value: Any) -> tuple[str, ...]:
     """Returns the devices of a distributed value's components, in the order of the replicas."""
-    # `""` is one that is not known while tracing, where TensorFlow's placer decides later.
-    return tuple(_device_of(component) for component in value.values)
-
-
-def _device_of(component: Any) -> str:
-    # A numpy array has a device too, "cpu", which says nothing about where it is to go.
-    if isinstance(component, (np.ndarray, np.generic)):
-        return ""
-    return getattr(component, "device", None) or ""
+    # `""` is one that is not known while tracing, where TensorFlow's placer decides later. A numpy
+    # array has a device too, "cpu", which says nothing about where it is to go.
+    return tuple(
+        "" if isinstance(one, (np.ndarray, np.generic)) else getattr(one, "device", None) or ""
+        for one in value.values
+    )
 
 
 def replicas_of_plain_value() -> int:
@@ -258,13 +253,6 @@ def replicas_of_plain_value() -> int:
         return 1
     strategy = tf.distribute.get_strategy()
     return 1 if strategy.extended._in_multi_worker_mode() else strategy.num_replicas_in_sync
-
-
-def devices_of_strategy() -> tuple[str, ...]:
-    """Returns this process's devices of the strategy in whose cross-replica context this is."""
-    if not tf.distribute.in_cross_replica_context():
-        return ()
-    return tuple(tf.distribute.get_strategy().extended.worker_devices)
 
 
 def device_types_with_kernel(op_name: str) -> frozenset[str]:
@@ -301,11 +289,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
         tensor = captured(tensor)
         tensor = tf.compat.v1.get_default_graph().capture(tensor)
     return tensor
-
-
-def plain_variable(initial_value: tf.Tensor) -> tf.Variable:
-    """Makes a variable on the current device; in a strategy's scope too, unlike `tf.Variable`."""
-    return _resource_variable_ops.ResourceVariable(initial_value, trainable=False)
 
 
 def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
@@ -367,11 +350,9 @@ def tensors_of_graph(structure: Any) -> list[tf.Tensor]:
 
 
 def function_being_traced() -> tuple[Hashable, list[Any]]:
-    """Returns a key of the function that is being traced, and the objects that it cannot outlive.
-
-    The key is the same when the function is traced again: its name, and the trainable variables
-    that it has read so far. A function that has read none is known by its graph.
-    """
+    """Returns a key of the function that is being traced, and objects that it cannot outlive."""
+    # The key is the same when the function is traced again: its name, and the trainable variables
+    # that it has read so far. A function that has read none is known by its graph.
     graph: Any = graph_of_function()
     variables = [variable for variable in graph._watched_variables if variable.trainable]
     if not variables:

@@ -66,18 +66,16 @@ def num_logical(physical: tf.config.PhysicalDevice) -> int:
     return len(tf.config.get_logical_device_configuration(physical) or [None])
 
 
-def configure_threads(num_devices: int) -> int:
+def configure_threads(num_devices: int) -> None:
     """Gives TensorFlow enough threads to sum gradients of CPU devices while others are made."""
     # By default it has as many as cores. With few of them no gradient is finished before the
     # backward pass is, so nothing would hide the network. Call it before TensorFlow starts. A
-    # number that the user has chosen stays. Returns the number; 0 for TensorFlow's own choice.
-    checks.check_int("num_devices", num_devices, at_least=1)
-    chosen = int(tf.config.threading.get_inter_op_parallelism_threads())
+    # number that the user has chosen stays.
+    number = tf.config.threading.get_inter_op_parallelism_threads()
+    chosen = number or os.environ.get("TF_NUM_INTEROP_THREADS")
     wanted = _THREADS_PER_DEVICE * num_devices
-    if chosen or os.environ.get("TF_NUM_INTEROP_THREADS") or wanted <= (os.cpu_count() or 1):
-        return chosen
-    tf.config.threading.set_inter_op_parallelism_threads(wanted)
-    return wanted
+    if not chosen and wanted > (os.cpu_count() or 1):
+        tf.config.threading.set_inter_op_parallelism_threads(wanted)
 
 
 def devices_here(resolver: Any) -> tuple[str, int]:

@@ -46,25 +46,26 @@ WORDS = _WORDS, _WORDS[:, :2] / np.float32(4)
 _TEXT = np.random.default_rng(0).integers(1, 9, [EXAMPLES, 6])
 _TEXT[np.arange(6) >= np.sort(np.arange(EXAMPLES) % 7)[:, None]] = 0
 SENTENCES = _TEXT, _TEXT[:, :, None] / np.float32(4)
-TAGGED_SENTENCES = _TEXT, (SENTENCES[1], _TEXT[:, :, None] % 2)
+TAGGED = _TEXT, (SENTENCES[1], _TEXT[:, :, None] % 2)
 
 
-def stack(*parts: Any, shape: tuple[int, ...] = (6,), dtype: str = "float32") -> keras.Model:
-    return keras.Sequential([layers.Input(shape, dtype=dtype), *parts])
+def stack(*makers: Any, shape: tuple[int, ...] = (6,), dtype: str = "float32") -> keras.Model:
+    return keras.Sequential([layers.Input(shape, dtype=dtype), *(make() for make in makers)])
 
 
-def dense(*between: Any, **options: Any) -> keras.Model:
-    return stack(layers.Dense(4, activation="tanh", **options), *between, layers.Dense(2))
+def dense(*makers: Any, **options: Any) -> keras.Model:
+    between = [make() for make in makers]
+    first = layers.Dense(4, activation="tanh", **options)
+    return keras.Sequential([layers.Input((6,)), first, *between, layers.Dense(2)])
 
 
-def convolutional(before: Any = None, **options: Any) -> keras.Model:
-    first = [before(**options)] if before else []
-    parts = layers.Conv2D(3, 3, activation="tanh"), layers.GlobalAveragePooling2D(), layers.Dense(2)
-    return stack(*first, *parts, shape=(6, 6, 2))
+def convolutional(*makers: Any) -> keras.Model:
+    convolution = partial(layers.Conv2D, 3, 3, activation="tanh")
+    return stack(*makers, convolution, layers.GlobalAveragePooling2D, OUTPUT, shape=(6, 6, 2))
 
 
 def recurrent(**options: Any) -> keras.Model:
-    return stack(layers.LSTM(3, **options), layers.Dense(2), shape=(4, 3))
+    return stack(partial(layers.LSTM, 3, **options), OUTPUT, shape=(4, 3))
 
 
 def attention(dropout: float = 0.0) -> keras.Model:
@@ -74,32 +75,11 @@ def attention(dropout: float = 0.0) -> keras.Model:
     return keras.Model(inputs, layers.Dense(2)(layers.GlobalAveragePooling1D()(summed)))
 
 
-def embedding() -> keras.Model:
-    parts = layers.Embedding(9, 3), layers.Flatten(), layers.Dense(2)
-    return stack(*parts, shape=(4,), dtype="int32")
-
-
-def bag_of_words() -> keras.Model:
-    return stack(layers.Lambda(tf.sparse.from_dense), layers.Dense(2), shape=(4,))
-
-
-def masked() -> keras.Model:
-    return stack(layers.Embedding(9, 3, mask_zero=True), layers.Dense(1), dtype="int32")
-
-
 def tagger() -> keras.Model:
     inputs = keras.Input((6,), dtype="int32")
     embedded = layers.Embedding(9, 3, mask_zero=True)(inputs)
     tags = layers.Dense(1, activation="sigmoid")(embedded)
     return keras.Model(inputs, [layers.Dense(1)(embedded), tags])
-
-
-def dropping() -> keras.Model:
-    return dense(layers.Dropout(0.5))
-
-
-def normalized(**options: Any) -> keras.Model:
-    return dense(layers.BatchNormalization(momentum=0.5, **options))
 
 
 def sixteen_bits() -> keras.Model:
@@ -133,11 +113,24 @@ def two_optimizers() -> Any:
     return keras.optimizers.MultiOptimizer(chosen)
 
 
-# More than one training has these.
+# Layers and models.
+OUTPUT = partial(layers.Dense, 2)
+VECTORS = partial(layers.Embedding, 9, 3)
+NORMALIZATION = partial(layers.BatchNormalization, momentum=0.5)
+SYNCHRONIZED = partial(NORMALIZATION, synchronized=True)
+EMBEDDING = partial(stack, VECTORS, layers.Flatten, OUTPUT, shape=(4,), dtype="int32")
+BAG_OF_WORDS = partial(stack, partial(layers.Lambda, tf.sparse.from_dense), OUTPUT, shape=(4,))
+MASKED = partial(stack, partial(VECTORS, mask_zero=True), partial(layers.Dense, 1), dtype="int32")
+DROPPING = partial(dense, partial(layers.Dropout, 0.5))
+NORMALIZED = partial(dense, NORMALIZATION)
+# Optimizers.
 ADAM = partial(Adam, 0.05)
 CLIPNORM = partial(SGD, 0.5, clipnorm=0.05)
 GLOBAL_CLIPNORM = partial(SGD, 0.5, global_clipnorm=0.05)
 MOMENTUM = partial(SGD, 0.1, momentum=0.5)
+ACCUMULATING = partial(ADAM, gradient_accumulation_steps=2, global_clipnorm=0.1)
+EMA = partial(SGD, 0.2, use_ema=True, ema_momentum=0.6)
+SCALED = partial(LossScaleOptimizer, initial_scale=16.0)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -152,8 +145,7 @@ class Training:
     # Largest difference of weights and reported numbers, relative to 1 or their size.
     tolerance: float = 2e-5
     evaluate_batch: int | None = None  # The size of the batches of `evaluate`, if it is called.
-    # Whether `evaluate` in the strategy is compared with that of the saved model instead.
-    saved_only: bool = False
+    saved_only: bool = False  # Only `evaluate` is compared, with the saved model's.
     reason: str = ""  # Why it cannot be as on one device.
     loop: bool = False  # An own loop instead of `fit`.
     options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
@@ -190,8 +182,6 @@ class Training:
         return Row("✓" if good else "✗", text)
 
 
-EMA = partial(SGD, 0.2, use_ema=True, ema_momentum=0.6)
-ACCUMULATING = partial(ADAM, gradient_accumulation_steps=2, global_clipnorm=0.1)
 SHARDED: dict[str, Any] = {"options": {"shard_optimizer_state": True}}
 XLA: dict[str, Any] = {
     "compile": {"jit_compile": True},
@@ -206,7 +196,7 @@ SUBJECTS: dict[str, dict[str, Training]] = {
         "an attention model": Training(attention, data=SEQUENCES),
     },
     "Embeddings": {
-        f"an embedding of repeated words, {name}": Training(embedding, optimizer, WORDS, **options)
+        f"an embedding of repeated words, {name}": Training(EMBEDDING, optimizer, WORDS, **options)
         for name, optimizer, options in (
             ("`SGD`", MOMENTUM, {}),
             ("`Adam`", ADAM, {}),
@@ -218,7 +208,7 @@ SUBJECTS: dict[str, dict[str, Training]] = {
             ("`Adam`, `shard_optimizer_state=True`", ADAM, SHARDED),
         )
     }
-    | {"sparse inputs of a dense layer, `Adam`": Training(bag_of_words, ADAM, WORDS)},
+    | {"sparse inputs of a dense layer, `Adam`": Training(BAG_OF_WORDS, ADAM, WORDS)},
     "Optimizers": {
         "`clipnorm`": Training(optimizer=CLIPNORM),
         "`clipvalue`": Training(optimizer=partial(SGD, 0.5, clipvalue=0.02)),
@@ -235,47 +225,43 @@ SUBJECTS: dict[str, dict[str, Training]] = {
         "`AdamW`, weight decay": Training(optimizer=partial(AdamW, 0.05, weight_decay=0.1)),
         "`MultiOptimizer`": Training(optimizer=two_optimizers),
         "`LossScaleOptimizer` and `clipnorm`": Training(
-            optimizer=lambda: LossScaleOptimizer(
-                SGD(0.2, clipnorm=0.1), 16.0, dynamic_growth_steps=2
-            )
+            optimizer=lambda: SCALED(SGD(0.2, clipnorm=0.1), dynamic_growth_steps=2)
         ),
         "`LossScaleOptimizer` and `gradient_accumulation_steps`": Training(
-            optimizer=lambda: LossScaleOptimizer(
-                SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2), 16.0
-            )
+            optimizer=lambda: SCALED(SGD(0.2, clipnorm=0.1, gradient_accumulation_steps=2))
         ),
         "`mixed_float16`, with the `LossScaleOptimizer` that `compile` adds": Training(
             sixteen_bits, partial(SGD, 0.2, global_clipnorm=0.5), tolerance=2e-3
         ),
     },
     "Batch normalization": {
-        "`BatchNormalization(synchronized=True)`": Training(partial(normalized, synchronized=True)),
+        "`BatchNormalization(synchronized=True)`": Training(partial(dense, SYNCHRONIZED)),
         # In 16 bits, the variance of these inputs is lost in the rounding of their mean.
         "`BatchNormalization(synchronized=True)`, gradients copied in bfloat16 by tfcdo": Training(
-            lambda: stack(
-                layers.BatchNormalization(momentum=0.5, synchronized=True), layers.Dense(2)
-            ),
+            partial(stack, SYNCHRONIZED, OUTPUT),
             data=FAR_FROM_ZERO,
             tolerance=2e-2,
             options={"cross_device_ops": tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")},
         ),
         "`BatchNormalization()`": Training(
-            normalized, reason="each replica normalizes its own part, as in Keras"
+            NORMALIZED, reason="each replica normalizes its own part, as in Keras"
         ),
         "`BatchNormalization()`, `synchronize_batch_norm=True`": Training(
-            normalized, options={"synchronize_batch_norm": True}
+            NORMALIZED, options={"synchronize_batch_norm": True}
         ),
         "`BatchNormalization()`: `evaluate` in the strategy and with the saved model": Training(
-            normalized, evaluate_batch=BATCH, saved_only=True
+            NORMALIZED, saved_only=True
         ),
     },
     "Random numbers": {
-        "`Dropout`": Training(dropping),
-        "`GaussianNoise`": Training(lambda: dense(layers.GaussianNoise(0.2))),
-        "`GaussianDropout`": Training(lambda: dense(layers.GaussianDropout(0.3))),
-        "`AlphaDropout`": Training(lambda: dense(layers.AlphaDropout(0.3))),
+        "`Dropout`": Training(DROPPING),
+        "`GaussianNoise`": Training(partial(dense, partial(layers.GaussianNoise, 0.2))),
+        "`GaussianDropout`": Training(partial(dense, partial(layers.GaussianDropout, 0.3))),
+        "`AlphaDropout`": Training(partial(dense, partial(layers.AlphaDropout, 0.3))),
         **{
-            f"`{layer.__name__}`": Training(partial(convolutional, layer, **options), data=PICTURES)
+            f"`{layer.__name__}`": Training(
+                partial(convolutional, partial(layer, **options)), data=PICTURES
+            )
             for layer, options in (
                 (layers.SpatialDropout2D, {"rate": 0.5}),
                 (layers.RandomFlip, {}),
@@ -290,23 +276,21 @@ SUBJECTS: dict[str, dict[str, Training]] = {
         "dropout in a recurrent layer": Training(
             partial(recurrent, dropout=0.2, recurrent_dropout=0.2), data=SEQUENCES
         ),
-        "`Dropout`, `jit_compile=True`": Training(dropping, **XLA),
+        "`Dropout`, `jit_compile=True`": Training(DROPPING, **XLA),
     },
     "Uneven batches and masks": {
         "metrics over batches that do not divide": Training(evaluate_batch=14),
         "a first batch that does not divide": Training(data=ONLY_23),
         "a last batch of 7 examples, a dense model": Training(data=AFTER_7),
         "a last batch of 1 example, a dense model": Training(data=AFTER_1),
-        "a last batch of 7 examples, `Dropout`": Training(dropping, data=AFTER_7),
-        "a last batch of 1 example, `Dropout`": Training(dropping, data=AFTER_1),
+        "a last batch of 7 examples, `Dropout`": Training(DROPPING, data=AFTER_7),
+        "a last batch of 1 example, `Dropout`": Training(DROPPING, data=AFTER_1),
         "a last batch of 1 example, `BatchNormalization(synchronized=True)`": Training(
-            partial(normalized, synchronized=True), data=AFTER_1
+            partial(dense, SYNCHRONIZED), data=AFTER_1
         ),
-        "sentences with a mask": Training(masked, data=SENTENCES),
+        "sentences with a mask": Training(MASKED, data=SENTENCES),
         "two outputs with a mask": Training(
-            tagger,
-            data=TAGGED_SENTENCES,
-            compile={"loss": ["mse", "binary_crossentropy"], "metrics": []},
+            tagger, data=TAGGED, compile={"loss": ["mse", "binary_crossentropy"], "metrics": []}
         ),
     },
     "Losses and weights": {
@@ -318,13 +302,13 @@ SUBJECTS: dict[str, dict[str, Training]] = {
             fit={"sample_weight": np.linspace(0.2, 2, EXAMPLES, dtype=np.float32)}
         ),
         "class weights": Training(
-            lambda: stack(layers.Dense(1, activation="sigmoid")),
+            partial(stack, partial(layers.Dense, 1, activation="sigmoid")),
             data=LABELED,
             compile={"loss": "binary_crossentropy", "metrics": ["accuracy", "auc"]},
             fit={"class_weight": {0: 0.3, 1: 2.0}},
         ),
         "regularization losses": Training(partial(dense, kernel_regularizer="l2")),
-        "`add_loss`": Training(lambda: dense(Penalty())),
+        "`add_loss`": Training(partial(dense, Penalty)),
     },
     "Execution": {
         "`steps_per_execution=2`": Training(compile={"steps_per_execution": 2}),
@@ -343,7 +327,7 @@ def differences(training: Training, strategy: tf.distribute.Strategy) -> Differe
             path = pathlib.Path(folder, "model.keras")
             model.save(path)
             other = keras.models.load_model(path)
-        numbers, others = (_evaluate(training, one) for one in (model, other))
+        numbers, others = (one.evaluate(*training.data, BATCH, verbose=0) for one in (model, other))
     else:
         other, others = _on_one_device(training)
     sizes = np.maximum(1, np.abs(others))
@@ -371,12 +355,14 @@ def _train(training: Training, strategy: tf.distribute.Strategy) -> tuple[keras.
         *training.data, BATCH, epochs=2, shuffle=False, verbose=0, **training.fit
     ).history
     reported = [number for name in sorted(history) for number in history[name]]
-    return model, reported + (_evaluate(training, model) if training.evaluate_batch else [])
+    if training.evaluate_batch:
+        reported += model.evaluate(*training.data, training.evaluate_batch, verbose=0)
+    return model, reported
 
 
 def _loop(training: Training, model: keras.Model) -> list[float]:
     strategy = model.distribute_strategy
-    data = tf.data.Dataset.from_tensor_slices(training.data).batch(BATCH)
+    data = tf.data.Dataset.from_tensor_slices(training.data).batch(BATCH).repeat(2)
 
     def step(inputs: tf.Tensor, targets: tf.Tensor) -> tf.Tensor:
         with tf.GradientTape() as tape:
@@ -389,12 +375,4 @@ def _loop(training: Training, model: keras.Model) -> list[float]:
     def train_step(batch: Any) -> tf.Tensor:
         return strategy.reduce("SUM", strategy.run(step, args=batch), axis=None)
 
-    return [
-        float(train_step(batch))
-        for _ in range(2)
-        for batch in strategy.experimental_distribute_dataset(data)
-    ]
-
-
-def _evaluate(training: Training, model: keras.Model) -> list[float]:
-    return model.evaluate(*training.data, training.evaluate_batch, verbose=0)
+    return [float(train_step(batch)) for batch in strategy.experimental_distribute_dataset(data)]

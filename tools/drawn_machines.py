@@ -19,7 +19,12 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
     that all their links share. All other pairs meet in one, two or three host bridges.
     """
     rng = random.Random(f"{num_devices} {seed}")
-    pairs = _connected(num_devices, rng)
+    order = [*range(num_devices)]
+    rng.shuffle(order)
+    pairs = {tuple(sorted((order[i], rng.choice(order[:i])))) for i in range(1, num_devices)}
+    density = rng.random()
+    others = itertools.combinations(range(num_devices), 2)
+    pairs |= {pair for pair in others if rng.random() < density}
     asymmetric, ported = rng.random() < 1 / 3, rng.random() < 1 / 3
     ports = {
         (device, way): Resource(f"{device} {way}", _speed(rng))
@@ -34,7 +39,7 @@ def draw_machine(num_devices: int, seed: int) -> Topology:
         bridge: Resource(f"host {bridge}", _speed(rng)) for bridge in range(num_bridges)
     }
     wires: dict[tuple[int, int], float] = {}
-    for a, b in pairs:
+    for a, b in sorted(pairs):
         wires[a, b] = wires[b, a] = _speed(rng)
         if asymmetric and rng.random() < 0.5:
             wires[b, a] = _speed(rng)
@@ -59,14 +64,12 @@ def draw_buses(num_devices: int, seed: int) -> Topology:
     rng = random.Random(f"buses {num_devices} {seed}")
     buses = [Resource(f"bus {i}", _speed(rng)) for i in range(rng.randint(1, 2))]
     bus_of = [rng.choice(buses) for _ in range(num_devices)]
-    held: dict[tuple[int, int], tuple[float, list[Resource]]] = {}
+    routes = []
     for a, b in itertools.combinations(range(num_devices), 2):
         shared = list(dict.fromkeys((bus_of[a], bus_of[b]))) if rng.random() < 0.6 else []
-        held[a, b] = held[b, a] = _speed(rng), shared
-    routes = [
-        Route(*pair, [Resource(link_name(*pair), held[pair][0]), *held[pair][1]])
-        for pair in ordered_pairs(num_devices)
-    ]
+        speed = _speed(rng)
+        for pair in ((a, b), (b, a)):
+            routes.append(Route(*pair, [Resource(link_name(*pair), speed), *shared]))
     return Topology.from_routes(f"buses:{num_devices}:{seed}", num_devices, routes)
 
 
@@ -81,20 +84,6 @@ def draw_slow_link(num_devices: int, seed: int) -> Topology:
         for pair in ordered_pairs(num_devices)
     ]
     return Topology.from_routes(f"slow link:{num_devices}:{seed}", num_devices, routes)
-
-
-def _connected(num_devices: int, rng: random.Random) -> list[tuple[int, int]]:
-    order = list(range(num_devices))
-    rng.shuffle(order)
-    pairs = {
-        (min(order[i], other), max(order[i], other))
-        for i in range(1, num_devices)
-        for other in [rng.choice(order[:i])]
-    }
-    density = rng.random()
-    others = itertools.combinations(range(num_devices), 2)
-    pairs |= {pair for pair in others if rng.random() < density}
-    return sorted(pairs)
 
 
 def _speed(rng: random.Random) -> float:

@@ -8,7 +8,6 @@ Each training sees the same examples in the same order, in processes of its own.
 
 from __future__ import annotations
 
-import sys
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
@@ -21,8 +20,7 @@ from matplotlib.figure import Figure
 from sklearn.datasets import load_digits
 
 import tfcdo
-from tfcdo.bench import worker_pool
-from tfcdo.bench.hosts import open_link, shared_link, start_hosts
+from tfcdo.bench.hosts import Loopback, open_link, start_hosts
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 
 _BATCH_PER_HOST = 32
@@ -69,58 +67,51 @@ def transformer() -> keras.Model:
 _MODELS = {"convolutional": convolutional, "transformer": transformer}
 
 
-class _Host:
-    """One host, in a process of its own."""
+def run(model_name: str, training: str, steps: int) -> dict[str, Any]:
+    """Trains on one host, in a process of its own."""
+    options = {"devices_per_worker": 1, "check_in_sync": False, **TRAININGS[training]}
+    strategy = tfcdo.MultiWorkerMirroredStrategy(**options)
+    keras.utils.set_random_seed(7)
+    with strategy.scope():
+        model = _MODELS[model_name]()
+        loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
+        model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
+    digits = load_digits()
+    images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
+    batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
+    data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
+    data = data.shuffle(len(images), seed=7).repeat().batch(batch)
+    ends: list[tuple[float, int]] = []  # Times and bytes.
 
-    def __init__(self, training: str) -> None:
-        self._strategy = tfcdo.MultiWorkerMirroredStrategy(
-            devices_per_worker=1, check_in_sync=False, **TRAININGS[training]
-        )
+    def end_step(batch: int, logs: Any) -> None:
+        ends.append((time.perf_counter(), Loopback().count_bytes()))
 
-    def train(self, model_name: str, steps: int) -> dict[str, Any]:
-        keras.utils.set_random_seed(7)
-        with self._strategy.scope():
-            model = _MODELS[model_name]()
-            loss = keras.losses.SparseCategoricalCrossentropy(from_logits=True)
-            model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
-        digits = load_digits()
-        images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-        batch = _BATCH_PER_HOST * self._strategy.num_replicas_in_sync
-        data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
-        data = data.shuffle(len(images), seed=7).repeat().batch(batch)
-        ends: list[tuple[float, int]] = []  # Times and bytes.
-
-        def end_step(batch: int, logs: Any) -> None:
-            ends.append((time.perf_counter(), shared_link().count_bytes()))
-
-        history = model.fit(
-            data,
-            epochs=steps // _STEPS_PER_POINT,
-            steps_per_epoch=_STEPS_PER_POINT,
-            shuffle=False,
-            verbose=0,
-            callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
-        )
-        num_bytes = shared_link().count_bytes() - ends[0][1]  # The first step is traced.
-        tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
-        return {
-            "seconds": (ends[-1][0] - ends[0][0]) / (steps - 1),
-            "bytes": num_bytes / (steps - 1),
-            "losses": history.history["loss"],
-            "accuracy": model.evaluate(tests, verbose=0)[1],
-            "weights": float(np.sum([np.abs(one).sum() for one in model.get_weights()])),
-        }
+    history = model.fit(
+        data,
+        epochs=steps // _STEPS_PER_POINT,
+        steps_per_epoch=_STEPS_PER_POINT,
+        shuffle=False,
+        verbose=0,
+        callbacks=[keras.callbacks.LambdaCallback(on_train_batch_end=end_step)],
+    )
+    num_bytes = Loopback().count_bytes() - ends[0][1]  # The first step is traced.
+    tests = tf.data.Dataset.from_tensor_slices((images[:_TESTS], labels[:_TESTS])).batch(batch)
+    return {
+        "seconds": (ends[-1][0] - ends[0][0]) / (steps - 1),
+        "bytes": num_bytes / (steps - 1),
+        "losses": history.history["loss"],
+        "accuracy": model.evaluate(tests, verbose=0)[1],
+        "weights": float(np.sum([np.abs(one).sum() for one in model.get_weights()])),
+    }
 
 
 def _measure(
     model: str, training: str, hosts: int = 2, rate: float = 1000, steps: int = 300
 ) -> dict[str, Any]:
     """Trains on several hosts that share a link of so many Mbit/s; returns the first's results."""
-    with (
-        open_link(rate * 1e6 / 8) as link,
-        start_hosts(link, hosts, __file__, training) as pool,
-    ):
-        results = pool.call("train", 1200.0, model_name=model, steps=steps)
+    program = pages.__file__, "exchanges"
+    with open_link(rate * 1e6 / 8) as link, start_hosts(link, hosts, *program) as pool:
+        results = pool.call("run", 1200.0, model_name=model, training=training, steps=steps)
     assert len({result["weights"] for result in results}) == 1, results
     return dict(results[0])
 
@@ -163,8 +154,7 @@ def _cells(name: str, result: Mapping[str, Any]) -> list[str]:
     return [f"`{name}`", loss, f"{result['accuracy']:.1%}", megabytes, milliseconds]
 
 
-def main() -> None:
-    """Measures the tables of the page, each row when it is known, and draws the picture."""
+if __name__ == "__main__":
     heading = "exchange | loss | accuracy | MB per step"
     two = f"model | {heading}, both hosts | ms at 1 Gbit/s | ms at 100 Mbit/s"
     page = "docs/performance.md"
@@ -172,10 +162,3 @@ def main() -> None:
     rows = (_cells(one, _measure("convolutional", one, 4, 100)) for one in _ON_FOUR_HOSTS)
     four = pages.table(f"{heading}, all hosts | ms", rows, 4)
     pages.replace(page, "exchanges.py, four hosts", four)
-
-
-if __name__ == "__main__":
-    if sys.argv[-1] in TRAININGS:
-        worker_pool.serve(_Host)
-    else:
-        main()

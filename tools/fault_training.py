@@ -7,7 +7,6 @@ Without TF_CONFIG it trains on one device, without tfcdo's strategy. See `faults
 
 from __future__ import annotations
 
-import json
 import os
 import pathlib
 import sys
@@ -15,7 +14,7 @@ import time
 
 import numpy as np
 
-from tfcdo.cluster import worker
+from tfcdo.cluster import config, worker
 
 SEED = 7
 EPOCHS = 3
@@ -25,7 +24,8 @@ _BATCH = 24  # 1 to 4 hosts divide it.
 
 def train(folder: pathlib.Path) -> None:
     """One host of a training: a small Keras model, on batches that are the same in each run."""
-    task = json.loads(os.environ.get("TF_CONFIG", '{"task": {"index": 0}}'))["task"]["index"]
+    cluster = config.from_tf_config()
+    task = cluster.index if cluster else 0
     run = int(os.environ.get(worker.RESTART_COUNT, "0"))
     (folder / f"new-{run}-{task}").write_text(str(os.getpid()))
     (folder / f"new-{run}-{task}").rename(folder / f"pid-{run}-{task}")
@@ -51,7 +51,7 @@ def train(folder: pathlib.Path) -> None:
                 time.sleep(0.03)  # So that a training takes some seconds.
 
     strategy = tf.distribute.get_strategy()
-    if "TF_CONFIG" in os.environ:
+    if cluster:
         # Two packs a layer and more: partly updated variables would show.
         options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=2048)
         strategy = tfcdo.MultiWorkerMirroredStrategy(communication_options=options)

@@ -48,6 +48,7 @@ KINDS = {
 }
 # The moments of faults, with the largest delay: it is longest where processes start.
 MOMENTS = {"meeting": 2.0, "first step": 1.0, "step": 0.1, "backup": 0.01, "restart": 4.0}
+_AFTER_A_STEP = ("step", "backup", "restart")
 CUT_SECONDS = (5.0, 30.0, 90.0)
 LARGEST_DIFFERENCE = 1e-5
 # Everything that takes longer hangs. Most of the time goes into the start of processes.
@@ -168,20 +169,15 @@ def run_case(case: Case) -> Outcome:
 
 def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
     """Waits until a training has come to the moment of its fault, or shortly before it."""
-    victim, run = case.victims[0], 0
-    if case.moment == "restart":
-        _wait_until(lambda: len(_steps(folder, 0, 0)) >= case.step, f"step {case.step}")
+    restarts, victim = case.moment == "restart", case.victims[0]
+    if case.moment in _AFTER_A_STEP:
+        host = 0 if restarts else victim
+        _wait_until(lambda: len(_steps(folder, 0, host)) >= case.step, f"step {case.step}")
+    if restarts:
         _send(_pids(folder, case.hosts - 1)[-1], signal.SIGKILL)
-        run = 1
-    if case.moment == "first step":
-        _wait_until(lambda: (folder / f"begins-0-{victim}").exists(), "the first step")
-    elif case.moment in ("step", "backup"):
-        _wait_until(lambda: len(_steps(folder, 0, victim)) >= case.step, f"step {case.step}")
-        if case.moment == "backup":
-            backup = folder / "backup"
-            _wait_until(lambda: any(backup.glob("writing-*")), "a backup that is written")
-    else:
-        _wait_until(lambda: (folder / f"pid-{run}-{victim}").exists(), f"host {victim}")
+    files = {"first step": f"begins-0-{victim}", "backup": "backup/writing-*"}
+    file = files.get(case.moment, f"pid-{restarts:d}-{victim}")
+    _wait_until(lambda: any(folder.glob(file)), f"the {case.moment} of host {victim}")
 
 
 def _disturb(case: Case, folder: pathlib.Path, bridge: int | None) -> None:
@@ -311,8 +307,7 @@ def _wait_until(condition: Callable[[], bool], name: str) -> None:
 
 def _pids(folder: pathlib.Path, host: int) -> list[int]:
     """Returns the processes that have been a host, the last one last."""
-    paths = [folder / f"pid-{run}-{host}" for run in range(_MAX_RESTARTS + 1)]
-    return [int(path.read_text()) for path in paths if path.exists()]
+    return [int(path.read_text()) for path in sorted(folder.glob(f"pid-?-{host}"))]
 
 
 def _send(pid: int, number: int) -> None:
@@ -392,7 +387,7 @@ def _summary(outcomes: Sequence[Outcome]) -> Iterator[object]:
 
 def _cells(case: Case, outcome: Outcome) -> tuple[object, ...]:
     """Returns the cells of a case's row."""
-    step = case.step if case.moment in ("step", "backup", "restart") else "-"
+    step = case.step if case.moment in _AFTER_A_STEP else "-"
     lasts = f"{case.seconds:.0f} s" if case.seconds else "-"
     hosts = ", ".join(map(str, case.victims))
     seconds, useful = f"{outcome.seconds:.1f}", f"{100 * outcome.useful:.0f} %"

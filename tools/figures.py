@@ -60,9 +60,7 @@ TEXTS = {
 }
 
 
-def train_digits(
-    strategy: tf.distribute.Strategy, epochs: int = 12, num_tests: int = 0
-) -> tuple[list[float], float]:
+def train_digits(strategy: tf.distribute.Strategy, num_tests: int = 0) -> tuple[list[float], float]:
     """Trains with clipping and Dropout; returns all losses, and the accuracy on other images."""
     from sklearn.datasets import load_digits
 
@@ -75,11 +73,11 @@ def train_digits(
         optimizer = keras.optimizers.SGD(0.5, momentum=0.9, global_clipnorm=0.1)
         model.compile(optimizer, keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     history = model.fit(
-        *(images[:count], labels[:count], _BATCH), epochs=epochs, shuffle=False, verbose=0
+        *(images[:count], labels[:count], _BATCH), epochs=12, shuffle=False, verbose=0
     )
     right = np.argmax(model(images[count:]), axis=1) == labels[count:]
     accuracy = float(np.mean(right)) if num_tests else np.nan
-    return [float(loss) for loss in history.history["loss"]], accuracy
+    return history.history["loss"], accuracy
 
 
 def badly_scaled_losses(wire: str, steps: int = 2000) -> np.ndarray:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import importlib
 import pathlib
 import re
 import sys
@@ -20,16 +21,15 @@ _MAX_MESSAGE = 140
 
 
 def call_apart(
-    command: Sequence[str], calls: Iterable[Mapping[str, Any]], seconds: float, **variables: str
+    module: str, calls: Iterable[Mapping[str, Any]], seconds: float, **variables: str
 ) -> Iterator[Any]:
-    """Yields the results of `run` in a process that serves it; None if a call ends or hangs it."""
+    """Yields what a module's `run` returns in a process of its own; None if it ends or hangs."""
+    command = [sys.executable, __file__, module]
     variables = {"TF_CPP_MIN_LOG_LEVEL": "3", "CUDA_VISIBLE_DEVICES": "", **variables}
     pool = None
     with contextlib.ExitStack() as process:
         for call in calls:
-            if pool is None:
-                started = worker_pool.start_workers([sys.executable, *command], [variables])
-                pool = process.enter_context(started)
+            pool = pool or process.enter_context(worker_pool.start_workers(command, [variables]))
             try:
                 yield from pool.call("run", seconds, **call)
             except worker_pool.WorkerLostError:
@@ -101,3 +101,7 @@ def largest_difference(found: Iterable[Any], expected: Iterable[Any]) -> float:
     """Returns the largest absolute difference of two lists of arrays; nan if one has a nan."""
     pairs = zip(found, expected, strict=True)
     return float(np.max([np.abs(np.subtract(*pair)).max(initial=0.0) for pair in pairs]))
+
+
+if __name__ == "__main__":
+    worker_pool.serve(importlib.import_module)  # A process that a tool calls, with its module.

@@ -64,18 +64,17 @@ def floor_seconds(num_devices: int, size: int) -> float:
         return statistics.median(timeit.repeat(call, repeat=20, number=1))
 
     passes = seconds(add_n), seconds(add_n, jit_compile=True)
-    return min(passes) - seconds(lambda: tf.constant(0.0))
+    return max(0.0, min(passes) - seconds(lambda: tf.constant(0.0)))
 
 
 def row(case: str, measured: Sequence[Measurement]) -> list[str]:
     """Makes the cells of a row, in milliseconds."""
     named = {one.name: one for one in measured}
     ours = named[AUTO if AUTO in named else HOSTS]
-    compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT), named.get(ALONE))
-    times = [one.seconds if one else None for one in compared]
-    if ALONE not in named:
-        times[-1] = floor_seconds(ours.num_devices, ours.size)
-    return [f"`{case}`", *("" if one is None else f"{one * 1e3:.1f}" for one in times)]
+    compared = (ours, results.fastest(measured, "tf"), named.get(DEFAULT))
+    floor = named[ALONE].seconds if ALONE in named else floor_seconds(ours.num_devices, ours.size)
+    times = [f"{one.seconds * 1e3:.1f}" if one else "" for one in compared]
+    return [f"`{case}`", *times, f"{floor * 1e3:.1f}"]
 
 
 def draw(measured: Sequence[Measurement]) -> Figure:

@@ -65,8 +65,7 @@ def _combination(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], bool]:
     return tensorflow, python[:2], not version.adds_metrics_twice(str(entry["keras"]))
 
 
-def main() -> None:
-    """The command line; the exit status is 1 if a test failed."""
+if __name__ == "__main__":
     failed = False
     for report in sys.argv[1:]:
         entry = entry_of(pathlib.Path(report))
@@ -76,8 +75,4 @@ def main() -> None:
         RECORD.write_text(json.dumps(kept, indent=1) + "\n", encoding="utf-8")
         failed |= bool(entry["failed"])
     pages.replace("docs/versions.md", "tested_versions.py", table(read_record()))
-    sys.exit(failed)
-
-
-if __name__ == "__main__":
-    main()
+    sys.exit(failed)  # 1 if a test failed.

@@ -40,7 +40,7 @@ def _open(test: absltest.TestCase, rate: float | None = None) -> Iterator[hosts.
             opened = stack.enter_context(hosts.open_link(rate))
         except hosts.LinkError as error:
             test.assertRegex(str(error), "run it as root|is not installed: it comes with")
-            opened = hosts.shared_link()
+            opened = hosts.Loopback()
         yield opened
 
 
@@ -67,8 +67,7 @@ class HostsTest(absltest.TestCase):
             self.assertEqual((one.size, one.num_devices), (1000, 3))
 
     def test_tfcdo_sends_less(self):
-        python = mock.patch.object(sys, "executable", warm_python.executable())
-        with python, _open(self) as opened:
+        with mock.patch.object(sys, "executable", warm_python.executable()), _open(self) as opened:
             results = hosts.run(opened, 2, 2, 1, 1, lambda rounds, **_: rounds, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
@@ -90,7 +89,7 @@ class LinkTest(absltest.TestCase):
             self.assertEqual(_output_of(*opened.command, *send), "2000000\n")
             self.assertBetween(opened.count_bytes() - before, 2_000_000, 2_100_000)
         self.assertNotIn("tbf", _output_of(*show))
-        self.assertGreaterEqual(hosts.shared_link().count_bytes(), 2_000_000)
+        self.assertGreaterEqual(hosts.Loopback().count_bytes(), 2_000_000)
 
     def test_a_refusal_names_the_reason_and_a_remedy(self):
         with tempfile.TemporaryDirectory() as folder:

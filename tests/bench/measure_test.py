@@ -10,22 +10,18 @@ import pathlib
 import timeit
 from unittest import mock
 
+import bench_testing
 import numpy as np
 import tensorflow as tf
 import tensorflow_quirks
 from absl.testing import parameterized
-from bench_testing import (
-    TF_HIERARCHICAL,
-    forgets_the_last_device,
-    measurement_of,
-    setUpModule,  # noqa: F401
-    tearDownModule,  # noqa: F401
-)
+from bench_testing import TF_HIERARCHICAL, forgets_the_last_device, measurement_of
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import measure, results, updates, workloads
 from tfcdo.bench.devices import choose_devices
 
+setUpModule, tearDownModule = bench_testing.set_up, bench_testing.tear_down
 _SMALL = workloads.Workload("small", ((3, 2), (5,), (), (3, 2)))
 
 
@@ -85,8 +81,7 @@ class MeasureTest(tf.test.TestCase):
         cast = dataclasses.replace(one, sent_size=one.size // 2)
         self.assertAllClose((one.algbw, one.busbw / 2), (cast.algbw, cast.busbw))
         for noise in (-1e-6, 1e-6):
-            lost = dataclasses.replace(one, seconds=noise, spread=1e-6)
-            self.assertTrue(math.isnan(lost.busbw))
+            self.assertTrue(math.isnan(dataclasses.replace(one, seconds=noise, spread=1e-6).busbw))
 
     def test_the_baseline_of_the_same_round_is_subtracted(self):
         # The median of the differences, which is not the difference of the medians.
@@ -155,9 +150,8 @@ class UpdatesTest(tf.test.TestCase):
         names = ["tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy"]
         names += ["shard_optimizer_state=True"]
         path = pathlib.Path(self.get_temp_dir(), "found.json")
-        shapes = mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,)))
         turns = mock.patch.object(results, "take_turns", wraps=results.take_turns)
-        with shapes, turns as take_turns:
+        with mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,))), turns as take_turns:
             arguments = ("--optimizer", "adam", "-g", "2", "-n", "2", "-w", "0", "-J", str(path))
             status, output, errors = run_tfcdo("bench", *arguments)
         self.assertEqual(status, 0, errors)
@@ -168,7 +162,6 @@ class UpdatesTest(tf.test.TestCase):
         self.assertEqual([one["kind"] for one in found], ["tf", "tfcdo", "tfcdo"])
         for one in found:
             self.assertIn(one["name"], output)
-            # Tracing takes longer than a step.
             self.assertGreater(one["first_call"], one["seconds"])
         # Two slots of 16 kB on each of two devices, or half of them on each; and some counters.
         states = [one["state_bytes"] for one in found]

@@ -42,8 +42,6 @@ class PlanTest(CommandTestCase):
         dgx1 = preset("dgx1")
         output = self.output_of("plan", "--topology", "dgx1", "--bytes", "100MB")
         self.assertIn("100 MB on each of 8 devices of dgx1", output)
-        # The bandwidth bound is 1.148 ms: 14 times the data over 48 ways of 25 GB/s and two of 10
-        # via the host.
         self.assertIn("Bound: 1.196 ms", output)
         rows = rows_of_table(output)
         *names, auto = rows
@@ -94,7 +92,6 @@ class PlanTest(CommandTestCase):
         saved, picture = self.folder / "[y].json", self.folder / "[bold].svg"
         saved.write_text(_two_devices("a [bold]b[/x]", "link [/z]"), encoding="utf-8")
         output = self.output_of("plan", "-t", str(saved), "-b", "1K", "--draw", str(picture))
-        # K means the same as in nccl-tests.
         self.assertIn("All-reduce of 1.02 kB on each of 2 devices of a [bold]b[/x]", output)
         self.assertIn("link [/z]", output)
         auto = list(rows_of_table(output))[-1]
@@ -206,9 +203,8 @@ class SavedTest(CommandTestCase):
         self.assertAlmostEqual(found.ordered_seconds, ordered)
 
     def test_windows_are_saved(self):
-        machine = preset("pcie", 2)
         packs = plan_of_bytes(2, [(1, star(2), i - 2 if i > 1 else None) for i in range(5)])
-        plan = Evaluation(machine, "auto", "packed_trees", packs, 2.0, 1.5, 1.0)
+        plan = Evaluation(preset("pcie", 2), "auto", "packed_trees", packs, 2.0, 1.5, 1.0)
         again = Evaluation.from_json(plan.to_json())
         self.assertEqual(again.plan.packs, packs.packs)
         self.assertEqual(dataclasses.replace(again, plan=packs), plan)

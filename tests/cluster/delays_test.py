@@ -42,8 +42,7 @@ class MeasureTest(parameterized.TestCase):
     @parameterized.parameters((50, 0), (2500, 0), (16, 1))
     def test_the_waits_of_the_last_steps(self, steps, unfinished):
         waits = np.random.default_rng(1).uniform(0.0, 0.4, steps)
-        kind = made_kind("k", steps_of(waits), begun=2 * steps - unfinished)
-        result = watch.measure([kind])["k"]
+        result = watch.measure([made_kind("k", steps_of(waits), begun=2 * steps - unfinished)])["k"]
         whole = steps - unfinished
         self.assertEqual(whole - 1, result.last)
         np.testing.assert_allclose(result.seconds, waits[1:whole][-20:], atol=2e-6)
@@ -144,8 +143,7 @@ class ComparisonTest(absltest.TestCase):
 
     def look(self, steps, slow):
         for host in (1, 2, 3, 0):
-            wait = 0.0 if host == slow else 0.2
-            kind = made_kind("k", steps_of(np.full(steps, wait)))
+            kind = made_kind("k", steps_of(np.full(steps, 0.0 if host == slow else 0.2)))
             kind.since = self.now
             self.hosts[host]._watched = {"k": kind}
             self.hosts[host].look()

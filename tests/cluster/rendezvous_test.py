@@ -77,10 +77,8 @@ class RendezvousTest(parameterized.TestCase):
             self.assertRegex(ends[host], expected)
 
     def test_an_address_that_does_not_answer(self):
-        # Host 1 listens on its port, but no connection can be made to its address.
         addresses = [self.addresses[0], f"255.255.255.255:{self.ports[1]}"]
-        ends = meet_all(addresses, {0: {}, 1: {}}, timeout=5.0)
-        for end in ends:
+        for end in meet_all(addresses, {0: {}, 1: {}}, timeout=5.0):
             self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")
 
     def test_a_port_in_use(self):
@@ -182,8 +180,7 @@ def greeted(port: int, token: bytes, content: bytes) -> Iterator[connection.Conn
     """Comes to the chief as a host that knows the token, and says something."""
     with connected(port) as peer, connection.Connection(peer.detach()) as chief:
         chief.send_bytes(bytes(32))
-        known = b"tfcdo host " + chief.recv_bytes()
-        chief.send_bytes(hmac.digest(token, known, "sha256"))
+        chief.send_bytes(hmac.digest(token, b"tfcdo host " + chief.recv_bytes(), "sha256"))
         chief.recv_bytes()
         chief.send_bytes(content)
         yield chief

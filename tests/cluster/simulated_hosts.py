@@ -1,8 +1,6 @@
 """Made-up processes, sockets, servers and folders, on which `simulator` runs the cluster's rules.
 
-They stand for: processes, sockets, TensorFlow's servers, its key-value store, which ends with the
-chief, and its collectives, a shared folder, and guards. More is allowed than in TensorFlow: any
-process at a host's address may connect to the chief.
+More is allowed than in TensorFlow: any process at a host's address may connect to the chief.
 """
 
 from __future__ import annotations
@@ -113,8 +111,6 @@ class Process:
         self.phase = "starts"
         self.launcher: Launcher
         self.index: int
-
-    # Processes.
 
     def main(self) -> Run:
         """A worker, from its start to its end."""
@@ -408,8 +404,6 @@ class Process:
                 for host in range(1, self.world.hosts) if self.host == 0 else ():
                     yield from self.get(f"left/{host}", 8.0)
             self.has_left = error is None
-
-    # Backups.
 
     def restore(self) -> Run:
         world, rules = self.world, self.world.rules

@@ -2,9 +2,8 @@
 
     python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
 
-A schedule is drawn from its seed, which replays it: the number of hosts, who launches them, the
-delay of each message, and up to three faults, each after some number of events, also while the job
-recovers from another one. Messages of one connection stay in order; messages of others do not.
+A schedule is drawn from its seed, which replays it: hosts, launchers, delays of messages, and up to
+three faults, also while the job recovers from another one.
 """
 
 from __future__ import annotations
@@ -92,8 +91,7 @@ class Launcher(Process):
             world.check_result(self, result)
             if not result.status or result.signal:
                 break
-            is_asked = result.status == protocol.RESTART_STATUS
-            if not (is_asked and world.now - begin >= 5.0):
+            if not (result.status == protocol.RESTART_STATUS and world.now - begin >= 5.0):
                 failures += 1
                 if failures > (_MAX_RESTARTS if world.bug is None else 1):
                     break
@@ -141,8 +139,6 @@ class World:
         self.serving: list[Any] = []
         self.log: list[str] = []
         self.job = 0
-
-    # Events.
 
     def delay(self, most: float) -> float:
         """Draws a delay: mostly short, sometimes as long as it can be, or longer."""
@@ -214,8 +210,6 @@ class World:
             if not self.open:
                 break
         self.check_end(True)
-
-    # Processes and faults.
 
     def start_job(self) -> None:
         self.job += 1
@@ -291,8 +285,6 @@ class World:
                 self.after(self.draw() * 0.01, self._resume, task, turn, value)
             process.frozen.clear()
 
-    # Invariants of several processes.
-
     def check_result(self, launcher: Launcher, result: protocol.Result) -> None:
         processes = launcher.processes
         if result.status == protocol.RESTART_STATUS:
@@ -353,13 +345,11 @@ def inject(world: World, kind: str) -> None:
     world.states.add(tuple(process.phase for process in alive))
     process = alive[int(draw() * len(alive))]
     if not (kind == "damage" or (kind == "notice" and process.is_fitting)):
-        everyone = kind in ("kill both", "replace", "end")
-        for touched in alive if everyone else [process]:
+        for touched in alive if kind in ("kill both", "replace", "end") else [process]:
             touched.is_touched = True
     world.log.append(f"{world.now:.2f} {kind} host {process.host} ({process.phase})")
     if kind in ("kill", "kill both"):
-        killed = alive[:2] if kind == "kill both" else [process]
-        for victim in killed:
+        for victim in alive[:2] if kind == "kill both" else [process]:
             victim.is_victim = True
             world.end(victim, 137)
     elif kind == "stop":
@@ -397,11 +387,7 @@ def inject(world: World, kind: str) -> None:
 
 
 def _cut_one_way(world: World, process: Process) -> None:
-    """Lets nothing out of a host, or nothing in, until the network is mended.
-
-    TensorFlow notices after its time without heartbeats: the chief if none come in, and a host if
-    its own are not answered.
-    """
+    """Lets nothing out of a host, or nothing in, until the network is mended."""
     host = process.host
     is_out = world.draw() < 0.5
     way = (host, hosts.ALL) if is_out else (hosts.ALL, host)
@@ -412,7 +398,7 @@ def _cut_one_way(world: World, process: Process) -> None:
     def notice() -> None:
         if world.blocked(*way) <= 0.0:
             return
-        if is_out != (host == 0):  # The chief gets no heartbeats.
+        if is_out != (host == 0):  # The chief gets no heartbeats; else a host gets no answers.
             for cluster in {id(p.cluster): p.cluster for p in everyone if p.cluster}.values():
                 world.break_up(cluster)
         else:

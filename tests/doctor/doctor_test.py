@@ -10,19 +10,18 @@ from collections.abc import Sequence
 from typing import Any
 from unittest import mock
 
+import bench_testing
 import keras
 import tensorflow as tf
 import warm_python
 from absl.testing import absltest, parameterized
-from bench_testing import (
-    setUpModule,  # noqa: F401
-    tearDownModule,  # noqa: F401
-)
 from cli_testing import run_tfcdo
 
 from tfcdo.bench import devices as bench_devices
 from tfcdo.doctor import examination, probe
 from tfcdo.execute import copy_trees
+
+setUpModule, tearDownModule = bench_testing.set_up, bench_testing.tear_down
 
 
 class _InThisProcess(examination.Probes):
@@ -44,8 +43,7 @@ def _doctor(*arguments: str, tf_config: str = "{}") -> tuple[int, list[str]]:
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
         mock.patch.multiple(probe, _PATTERN_BYTES=4096, _SUM_BYTES=4096),
-        # TensorFlow's collectives keep to one number of devices a process for each key, and the
-        # bench's tests, whose number is another, may run in this one.
+        # The bench's tests, whose number of devices is another, may run in this process.
         mock.patch.object(tf.distribute.MirroredStrategy, "_collective_key_base", 1000),
         mock.patch.dict(os.environ, TF_CONFIG=tf_config),
     ):
@@ -101,7 +99,6 @@ class DoctorTest(parameterized.TestCase):
         self.assertEqual(status, 1)
         text = "\n".join(lines)
         self.assertIn("  wrong  copies from CPU:0 to CPU:1, CPU:2 to CPU:1 arrive corrupted", text)
-        # Its sums come along the same edges.
         self.assertIn("tfcdo.ReductionToOneDevice sums are incorrect: 1 of 3072 elements", text)
         self.assertIn("metrics of fit under tfcdo.MirroredStrategy are incorrect: loss is ", text)
         self.assertNotIn("Keras 3.9.2 adds", text)
@@ -206,9 +203,8 @@ worker_pool.serve(Probe)
 
 class ProbesTest(absltest.TestCase):
     def test_a_probe_that_hangs_or_ends_is_replaced(self):
-        command = (sys.executable, "-c", _FAKE_PROBE)
         with (
-            mock.patch.object(examination.Probes, "_command", command),
+            mock.patch.object(examination.Probes, "_command", (sys.executable, "-c", _FAKE_PROBE)),
             mock.patch.dict(examination._LIMITS, pair=1.5),
             examination.Probes(2) as probes,
         ):

@@ -18,7 +18,6 @@ from tfcdo.topology.presets import preset
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 _VERSIONS = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0")
-# Its links have 25 GB/s.
 _MACHINE = examination.Machine(
     physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
     logical=_GPUS,
@@ -69,7 +68,6 @@ class FindingsTest(absltest.TestCase):
         )
 
     def test_copies_that_lie_or_raise_an_error(self):
-        # The probe goes on, which says nothing of hanging. The first devices are kept.
         self.check(
             _report({(0, 2): Failure("InternalError: no peer"), (3, 1): Check("3 bytes")}),
             "wrong: copies from GPU:0 to GPU:2 fail: InternalError: no peer",
@@ -100,8 +98,7 @@ class FindingsTest(absltest.TestCase):
         )
 
     def test_gpus_that_tensorflow_does_not_see(self):
-        cpu = ("/physical_device:CPU:0",)
-        machine = dataclasses.replace(_MACHINE, physical=cpu, on_cpu=True)
+        machine = dataclasses.replace(_MACHINE, physical=("/physical_device:CPU:0",), on_cpu=True)
         self.check(
             _report(checks={"tfcdo.NcclAllReduce": Check(ran=False)}, machine=machine),
             "note: nvidia-smi shows 4 GPUs, and TensorFlow none ->",

@@ -53,8 +53,7 @@ class BackendsTest(tf.test.TestCase):
 
     def test_devices_of_the_distribution(self):
         self.addCleanup(tf.distribute.experimental_set_strategy, None)
-        data_parallel = keras.distribution.DataParallel(devices=["cpu:0"])
-        tfcdo.keras.set_distribution(data_parallel)
+        tfcdo.keras.set_distribution(keras.distribution.DataParallel(devices=["cpu:0"]))
         strategy = tf.distribute.get_strategy()
         self.assertIsInstance(strategy, tfcdo.MirroredStrategy)
         self.assertEqual(["CPU:0"], [one[-5:] for one in strategy.extended.worker_devices])
@@ -70,7 +69,6 @@ class BackendsTest(tf.test.TestCase):
         parallel = keras.distribution.ModelParallel(layout_map=layout, batch_dim_name="batch")
         with self.assertRaisesRegex(TypeError, "distribution must be .*shard_optimizer_state"):
             tfcdo.keras.set_distribution(parallel)
-        # Several hosts need the class.
         cluster = {"worker": ["localhost:1", "localhost:2"]}
         config = json.dumps({"cluster": cluster, "task": {"type": "worker", "index": 0}})
         message = "must be the class keras.distribution.DataParallel"

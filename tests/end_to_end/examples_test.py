@@ -44,8 +44,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters("keras_fit", "embeddings", "accumulate_and_clip", "contrastive")
     def test_keras_trains_as_on_one_device(self, name):
-        example = _load(name)
-        model, expected_model = _on_two_and_one(example.train)
+        model, expected_model = _on_two_and_one(_load(name).train)
         for own, expected in zip(model.weights, expected_model.weights, strict=True):
             self.assertAllClose(expected, own, rtol=1e-4, atol=1e-5, msg=own.path)
 

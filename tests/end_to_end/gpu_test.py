@@ -60,8 +60,7 @@ class GpuTest(TrainingTestCase):
     ) -> None:
         arrays = batch(len(devices), dtypes)
         values = [tu.per_replica(own, devices) for own in arrays]
-        results = tu.all_reduce(ops, reduce_op, values, mode)
-        for result, own in zip(results, arrays, strict=True):
+        for result, own in zip(tu.all_reduce(ops, reduce_op, values, mode), arrays, strict=True):
             dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))
             for value in result.values:
                 self.assert_exact(value, tu.oracle(reduce_op, own), dtype)

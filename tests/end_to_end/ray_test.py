@@ -34,8 +34,7 @@ _EXAMPLE = pathlib.Path(__file__).absolute().parents[2] / "examples" / "ray_trai
 _EPOCHS = 16
 _PAUSE_SECONDS = 0.2  # After each step, until there is no more fault to come.
 _SECONDS = 1200  # Alone on a machine with two cores it takes about five minutes.
-# A worker is killed, a node is lost with its worker, or a node joins; each once all workers have
-# trained for a while. There is one worker at first.
+# A worker is killed, or a node is lost or joins, when all workers, at first one, have trained.
 _FAULTS = ("join", "kill", "kill", "lose", "kill", "join", "kill", "kill")
 
 

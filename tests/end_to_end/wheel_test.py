@@ -70,8 +70,7 @@ class WheelTest(absltest.TestCase):
         version = b'__version__ = "another"\n'
         with zipfile.ZipFile(self.wheel) as source, zipfile.ZipFile(broken, "w") as target:
             for name in source.namelist():
-                is_version = name == "tfcdo/version.py"
-                target.writestr(name, version if is_version else source.read(name))
+                target.writestr(name, version if name == "tfcdo/version.py" else source.read(name))
         check = str(_PIP_PACKAGE / "check_wheel.py")
         result = warm_python.run_cold(check, "--borrow-dependencies", str(broken))
         self.assertNotEqual(result.returncode, 0)

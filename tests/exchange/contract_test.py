@@ -12,17 +12,7 @@ from absl.testing import parameterized
 from exchange_cases import CASES, STEPS, Case, given, numbers, shapes_for
 from wire_bounds import block_error_bound, error_bound
 
-from tfcdo.exchange import (
-    Blocks,
-    Cast,
-    DiLoCo,
-    Exchange,
-    PowerSGD,
-    Rehearsal,
-    Sum,
-    TopK,
-    rounding,
-)
+from tfcdo.exchange import Blocks, Cast, DiLoCo, Exchange, PowerSGD, Rehearsal, Sum, TopK, rounding
 from tfcdo.exchange.casts import BY_NAME
 
 _REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": []}
@@ -136,9 +126,8 @@ class BrokenTest(parameterized.TestCase):
         ("sum 0 differs between hosts 0 and 1", lambda flat, p: p.all_reduce(flat) + float(p.rank)),
     )
     def test_it_is_refused(self, pattern, way):
-        rehearsal = Rehearsal(_Wrong(way), [(10,)])
         with self.assertRaisesRegex(RuntimeError, pattern):
-            rehearsal.step([[np.ones(10, np.float32)]] * 2)
+            Rehearsal(_Wrong(way), [(10,)]).step([[np.ones(10, np.float32)]] * 2)
 
     @parameterized.parameters(
         ("rank must be at least 1; got 0", PowerSGD, {"rank": 0}),
@@ -253,15 +242,13 @@ class CompressionTest(tf.test.TestCase):
         for step in range(4):
             values = _values(exchange, 2, step, "float32")
             [total, *_], [wanted, *_] = rehearsal.step(values), _exact(values)
-            error = np.max(np.abs(total - wanted))
-            self.assertEqual(error < 1e-5, step < 2)
+            self.assertEqual(np.max(np.abs(total - wanted)) < 1e-5, step < 2)
             self.assertEqual([state["step"] for state in rehearsal.states], [step + 1] * 2)
 
     def test_the_largest_are_sent_and_the_rest_waits(self):
         rehearsal = Rehearsal(TopK(0.2), [(10,)], 2, "float64")
         first = np.array([0, 0, 5, 0, 0, -7, 1, 0, 0, 0.0])
-        second = np.array([1, 0, 0, 0, 0, 9, 3, 0, 0, 0.0])
-        [total] = rehearsal.step([[first], [second]])
+        [total] = rehearsal.step([[first], [np.array([1, 0, 0, 0, 0, 9, 3, 0, 0, 0.0])]])
         self.assertAllEqual(total, [0, 0, 5, 0, 0, 2, 3, 0, 0, 0])
         [total] = rehearsal.step([[np.zeros(10)], [np.zeros(10)]])
         self.assertAllEqual(total, [1, 0, 0, 0, 0, 0, 1, 0, 0, 0])

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import tempfile
 from typing import Any
 
@@ -9,6 +10,7 @@ import clusters
 import keras
 import numpy as np
 import tensorflow as tf
+import testing_utils as tu
 from absl.testing import parameterized
 from clusters import disagreeing, other_strategy, weights
 from exchange_cases import CASES, SHAPES, STEPS, given, numbers, shapes_for
@@ -33,10 +35,7 @@ def contract(strategy: Any) -> dict[str, np.ndarray]:
 def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
     local = strategy.experimental_local_results
 
-    def distributed(make: Any) -> Any:
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: make(context.replica_id_in_sync_group)
-        )
+    distributed = functools.partial(tu.distributed, strategy)
 
     @tf.function(autograph=False)
     def reduce(values: Any) -> Any:
@@ -55,8 +54,7 @@ def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
     for step in range(STEPS):
         for index, total in enumerate(summed(of_step(step))):
             results[f"{name} {step} {index}"] = total
-    plan = recently_planned()[0].plan
-    order = [part.value for part in plan.packs[0].slices]
+    order = [part.value for part in recently_planned()[0].plan.packs[0].slices]
     results[f"{name} order"] = np.array([order] * len(strategy.extended.worker_devices))
     _check_state(strategy.cross_device_ops, lambda: summed(of_step(STEPS)))
     spoiled = of_step(0)
@@ -146,8 +144,7 @@ def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
 
 
 def unlike(strategy: Any) -> None:
-    is_chief = strategy.cluster_resolver.task_id == 0
-    exchange = tfcdo.exchange.TopK(0.01 if is_chief else 0.02)
+    exchange = tfcdo.exchange.TopK(0.01 if strategy.cluster_resolver.task_id == 0 else 0.02)
 
     def chosen(path: str | None, spec: Any) -> Any:
         return exchange

@@ -173,8 +173,7 @@ class ScopeTest(tf.test.TestCase):
         ops = make_ops()
 
         def reduce(*sizes: Any) -> Any:
-            value = tu.per_replica([tf.ones(sizes)] * 2)
-            return tu.all_reduce(ops, SUM, [value])[0].values
+            return tu.all_reduce(ops, SUM, [tu.per_replica([tf.ones(sizes)] * 2)])[0].values
 
         with self.assertRaisesRegex(ValueError, "whose devices are known"):
             tu.all_reduce(ops, SUM, [tu.per_replica([[1.0, 2.0]] * 2)], tu.ARGUMENTS)

@@ -105,8 +105,7 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         session = mock.Mock()
         session.cluster.tasks = [mock.Mock(device_prefix="/job:localhost/replica:0/task:0")] * 2
         session.cluster.index = 0
-        devices = tu.device_names(2)
-        network = between.Network(session, "nccl", devices, preset("pcie", 2))
+        network = between.Network(session, "nccl", tu.device_names(2), preset("pcie", 2))
         ops = tfcdo.NcclAllReduce()._between(network, BetweenHosts(exchange=Cast("bfloat16")))
         with kernels_for("CPU"):
             self.assertIn("leave exchange out", ops.explain([[3]]).reason)

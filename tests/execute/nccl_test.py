@@ -73,9 +73,8 @@ class GraphTest(tf.test.TestCase):
                 with tf.device(tu.device_name(rank)):
                     results.append(tf.reduce_sum(total) > 0)  # Only this leaves the device.
             metadata = tf.compat.v1.RunMetadata()
-            fed = {tensor: np.ones([3]) for tensor in own}
             options = tf.compat.v1.RunOptions(output_partition_graphs=True)
-            session.run(results, fed, options, metadata)
+            session.run(results, {tensor: np.ones([3]) for tensor in own}, options, metadata)
         nodes = [node for graph in metadata.partition_graphs for node in graph.node]
         self.assertLen([node for node in nodes if node.op == "NcclAllReduce"], K)
         sent = {node.input[0] for node in nodes if node.op == "_Send" and "/ctrl/" not in str(node)}
@@ -157,10 +156,8 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
         self.assertIn("jit_compile=True", warning.call_args.args[0] % warning.call_args.args[1:])
         with self.assertRaisesRegex(RuntimeError, "(?s)require_nccl.*jit_compile=True"):
             function(one, jit_compile=True)(*own)
-        # Only the function itself is compiled, not the one that calls it.
         double = function(lambda x: 2 * x, jit_compile=True)
-        outer = function(lambda: one(*[double(x) for x in own]))
-        self.assertAllEqual([[20.0]] * K, outer())
+        self.assertAllEqual([[20.0]] * K, function(lambda: one(*[double(x) for x in own]))())
 
     def test_six_threads(self):
         shared = function(one)
@@ -301,8 +298,7 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
     def test_sums_have_16_bits_and_one_scale_and_nothing_overflows(self):
         values = [np.array([rank * 6e4, np.nan, -6e4, np.inf], np.float32) for rank in range(4)]
         step = function(lambda: all_reduce(self.make(), values)[0])
-        expected = [36e4, np.nan, -24e4, np.inf]
-        np.testing.assert_allclose(step()[0], expected, rtol=4 * ROUNDOFF)
+        np.testing.assert_allclose(step()[0], [36e4, np.nan, -24e4, np.inf], rtol=4 * ROUNDOFF)
         kinds = {
             (op.get_attr("reduction"), op.get_attr("T"))
             for op in step.get_concrete_function().graph.get_operations()
@@ -370,12 +366,10 @@ class AutoTest(tf.test.TestCase):
         file = self.folder / "mine.json"
         measurement.save(found, file)
         large = (125_000, 125_000)
-        # Nobody asked for the measurement.
         self.check(tfcdo.AutoAllReduce(), large, True, "auto takes NCCL .* has no measurement")
         ops, date = tfcdo.AutoAllReduce(topology=file), "as measured on 2026-01-02"
         self.check(ops, (250,), True, f"auto takes NCCL for about .*{date}, NCCL takes")
         self.assertIn(date, ops.explain([(250,)], devices=tu.device_names(K)).reason)
-        # What counts is the whole batch.
         self.check(ops, large, False, "auto takes copy trees for about .* NCCL takes .* copy trees")
 
 

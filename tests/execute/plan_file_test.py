@@ -75,10 +75,9 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             (None, K, other + ".*here:4 .*, or pass the plan's own machine as topology="),
             (machine.subset([0, 2, 1, 3]), K, ".*pcie"),
         ):
-            ops = tfcdo.AutoAllReduce(plan=path, topology=topology)
             value = tu.per_replica([tf.ones([3])] * count)
             with self.assertRaisesRegex(ValueError, f"plan must be for this machine: {reason}"):
-                ops.reduce(tu.SUM, value, value)
+                tfcdo.AutoAllReduce(plan=path, topology=topology).reduce(tu.SUM, value, value)
 
     def test_what_is_no_plan_is_refused(self):
         damaged = pathlib.Path(self.save(preset("pcie", K), "ring"))

@@ -32,8 +32,7 @@ class DestinationsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
 
     def test_values(self):
         """A name does not depend on the scope."""
-        strategy = tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:3"])
-        with strategy.scope():
+        with tf.distribute.MirroredStrategy(["/cpu:1", "/cpu:3"]).scope():
             mirrored = tf.Variable(1.0)
             on_read = tf.Variable(
                 1.0,

@@ -142,14 +142,13 @@ class ScopeTest(tf.test.TestCase, parameterized.TestCase):
         several = make is tfcdo.MultiWorkerMirroredStrategy
         arguments = {"devices_per_worker": 3} if several else {"devices": tu.device_names(3)}
         strategy = make(cross_device_ops=ops, **arguments)
-        kinds = (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
         on_read = tf.VariableSynchronization.ON_READ
         with strategy.scope():
             variables = [
                 tf.Variable(
                     tf.fill([2000], 0.1), trainable=False, synchronization=on_read, aggregation=kind
                 )
-                for kind in kinds
+                for kind in (tf.VariableAggregation.MEAN, tf.VariableAggregation.SUM)
             ]
 
         def replica() -> dict[str, Any]:

@@ -1,7 +1,4 @@
-"""Shared by tests of the bench: its devices, measurements, and ops that are wrong on purpose.
-
-A test file imports `setUpModule` and `tearDownModule` by these names, for unittest to find them.
-"""
+"""Shared by tests of the bench: its devices, measurements, and ops that are wrong on purpose."""
 
 from __future__ import annotations
 
@@ -13,18 +10,10 @@ from tfcdo.bench import results
 
 virtual_devices.configure_virtual_cpus(8)
 
-NO_FUNCTION = "tf.ReductionToOneDevice(accumulation_fn=5)"
 TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
-
 _kernels = tu.kernels_for("GPU")
-
-
-def setUpModule() -> None:
-    _kernels.start()
-
-
-def tearDownModule() -> None:
-    _kernels.stop()
+# For test files to take over by names that unittest finds.
+set_up, tear_down = _kernels.start, _kernels.stop
 
 
 def measurement_of(name: str, kind: str, seconds: float, wrong: int = 0) -> results.Measurement:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import os
 import pathlib
+import re
 import sys
 import tempfile
 from collections.abc import Iterator
@@ -39,15 +40,19 @@ def logs_of_a_command() -> Iterator[None]:
 def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
     """Runs a command, neither of whose outputs is a terminal."""
     output, errors = io.StringIO(), io.StringIO()
-    given = sys.stdin if stdin is None else io.StringIO(stdin)
     with (
-        mock.patch.object(sys, "stdin", given),
+        mock.patch.object(sys, "stdin", sys.stdin if stdin is None else io.StringIO(stdin)),
         contextlib.redirect_stdout(output),
         contextlib.redirect_stderr(errors),
         logs_of_a_command(),
     ):
         status = commands.run(arguments)
     return Finished(status, output.getvalue(), errors.getvalue())
+
+
+def check_refused(finished: Finished, pattern: str) -> None:
+    (line,) = finished.errors.splitlines()
+    assert finished[:2] == (2, "") and re.search(f"^tfcdo: .*{pattern}", line), (pattern, finished)
 
 
 def rows_of_table(output: str) -> dict[str, list[str]]:
@@ -75,7 +80,4 @@ class CommandTestCase(parameterized.TestCase):
 
     def assert_refused(self, pattern: str, *arguments: str) -> None:
         """Checks that wrong arguments get one line, which fits a pattern, and status 2."""
-        status, output, errors = run_tfcdo(*arguments)
-        self.assertEqual((status, output), (2, ""), errors)
-        (line,) = errors.splitlines()
-        self.assertRegex(line, f"^tfcdo: .*{pattern}")
+        check_refused(run_tfcdo(*arguments), pattern)

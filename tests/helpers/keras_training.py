@@ -56,11 +56,18 @@ def word_layers() -> list[Any]:
     ]
 
 
-def model_of(layers: Layers, optimizer: Any, run_eagerly: bool = True) -> keras.Model:
+def model_of(
+    layers: Layers,
+    optimizer: Any,
+    run_eagerly: bool = True,
+    loss: Any = "mse",
+    kind: Any = keras.Sequential,
+    **options: Any,
+) -> keras.Model:
     """Makes a model; a few steps are quicker eagerly than traced."""
     keras.utils.set_random_seed(1)
-    model = keras.Sequential(layers())
-    model.compile(optimizer, "mse", run_eagerly=run_eagerly)
+    model = kind(layers())
+    model.compile(optimizer, loss, run_eagerly=run_eagerly, **options)
     return model
 
 
@@ -101,9 +108,7 @@ def train_eagerly(
 
     def part(values: np.ndarray) -> Any:
         parts = np.split(values, count)
-        return strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(parts[context.replica_id_in_sync_group])
-        )
+        return tu.distributed(strategy, lambda replica: tf.constant(parts[replica]))
 
     with strategy.scope():
         for index in steps:
@@ -125,14 +130,8 @@ def fitted(
 ) -> keras.Model:
     with (strategy or strategy_of(count, **options)).scope():
         model = model_of(layers, make(), run_eagerly)
-    model.fit(
-        *dense_data(examples),
-        BATCH,
-        epochs=epochs,
-        callbacks=list(callbacks),
-        shuffle=False,
-        verbose=0,
-    )
+    fitting = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
+    model.fit(*dense_data(examples), BATCH, **fitting)
     return model
 
 
@@ -143,6 +142,28 @@ def is_own_of_each(variable: keras.Variable) -> bool:
 
 
 class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
+    def check_as_on_one_device(
+        self,
+        make: Callable[[bool], keras.Model],
+        *data: Any,
+        replicas: int = 2,
+        tolerance: float = 5e-6,
+        strategy: Callable[[int], Any] = strategy_of,
+        **options: Any,
+    ) -> list[keras.Model]:
+        """Compares weights and logs of `fit` on one device, as `make` is told, and on replicas."""
+        models = []
+        for count in (1, replicas):
+            keras.utils.set_random_seed(1)
+            with strategy(count).scope():
+                models.append(make(count == 1))
+            models[-1].fit(*data, shuffle=False, verbose=0, **options)
+        self.assert_same_training(models[0], models[1], tolerance)
+        expected, logs = (model.history.history for model in models)
+        self.assertEqual(list(expected), list(logs))
+        self.assertAllClose(expected, logs, max(tolerance, 5e-6), max(tolerance, 5e-6))
+        return models
+
     def assert_same_training(
         self, expected: keras.Model, model: keras.Model, tolerance: float = 2e-6
     ) -> None:

@@ -1,8 +1,4 @@
-"""Runs the ops that GPUs would run for NCCL on virtual CPU devices.
-
-A kernel in C++ is compiled when it is first needed, and kept in the user's cache folder. It waits
-for all devices, and gives up after a few seconds, so that what would hang on GPUs is an error.
-"""
+"""Runs NCCL's ops on virtual CPU devices, by a kernel in C++: what would hang is an error."""
 
 from __future__ import annotations
 
@@ -32,11 +28,7 @@ _asked_tensorflow = tf_internals.device_types_with_kernel
 
 @contextlib.contextmanager
 def running() -> Iterator[None]:
-    """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs.
-
-    TensorFlow cannot unload the kernel. But tfcdo is not told of it any longer: it would take NCCL
-    in later tests of the process.
-    """
+    """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs."""
     load()
     seen = mock.patch.object(tf_internals, "device_types_with_kernel", _asked_tensorflow)
     with patience(_PATIENCE_SECONDS), seen:
@@ -74,8 +66,7 @@ def _built() -> pathlib.Path:
     digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
     library = _folder() / f"nccl_cpu_kernel-{digest}.so"
     if not library.exists():
-        # Several processes may do so at once. The libraries come after the source: the linker looks
-        # up what was named before.
+        # Several processes may do so at once.
         unfinished = pathlib.Path(tempfile.mkdtemp(dir=library.parent), library.name)
         command = [compiler, *_OWN_FLAGS, *flags, str(_SOURCE), *libraries, "-o", str(unfinished)]
         done = subprocess.run(command, capture_output=True, text=True, check=False)

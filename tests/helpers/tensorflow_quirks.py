@@ -6,10 +6,7 @@ import tensorflow as tf
 
 
 def end_iterators_at_once() -> None:
-    """Turns tf.data's tuning off, whose thread may keep an iterator from ending for a minute.
-
-    The end wakes the thread up before it says that it is the end, so the thread may sleep again.
-    """
+    """Turns tf.data's tuning off, whose thread may keep an iterator from ending for a minute."""
     options = tf.data.Options()
     options.autotune.enabled = False
     # Called for each dataset that is iterated over, on one device or on several.
@@ -17,8 +14,5 @@ def end_iterators_at_once() -> None:
 
 
 def keep_collectives_apart() -> None:
-    """Gives the strategies of a test collectives of their own, as TensorFlow's own tests do.
-
-    Keys of two strategies in one process have the same keys, and fail if their shapes differ.
-    """
+    """Gives a test's strategies keys of their own, which fail if another test's shapes differ."""
     tf.distribute.MirroredStrategy._collective_key_base += 1000

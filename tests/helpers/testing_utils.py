@@ -1,7 +1,4 @@
-"""Shared by most tests: eight virtual devices, values on them, ways to call, and oracles.
-
-Import it before anything makes a tensor: it configures the devices. The oracles are numpy's.
-"""
+"""Shared by most tests: eight virtual devices, values on them, ways to call, numpy's oracles."""
 
 from __future__ import annotations
 
@@ -35,8 +32,7 @@ DTYPES = (
     tf.int8, tf.uint8, tf.int16, tf.uint16, tf.uint32, tf.uint64,
 )  # fmt: skip
 
-# How a test calls: directly, in a `tf.function` that sees the values' devices, or in one that gets
-# the values as arguments, where TensorFlow does not tell their devices.
+# Calls: directly, in a `tf.function` that knows the values' devices, or with unknown devices.
 EAGER, FUNCTION, ARGUMENTS = "eager", "function", "arguments"
 
 _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
@@ -70,6 +66,13 @@ def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> 
     )
 
 
+def distributed(strategy: Any, make: Callable[[int], Any]) -> Any:
+    """Has `make` give each replica of this host its value, by the number of the replica."""
+    return strategy.experimental_distribute_values_from_function(
+        lambda context: make(context.replica_id_in_sync_group)
+    )
+
+
 def variables(value: Any, count: int) -> list[tf.Variable]:
     """Equal variables, one on each of the first devices."""
     made = []
@@ -80,10 +83,7 @@ def variables(value: Any, count: int) -> list[tf.Variable]:
 
 
 def kernels_for(*device_types: str) -> Any:
-    """Pretends that TensorFlow has NCCL kernels for these device types and no others.
-
-    What it really has depends on whether another test of this process has loaded the CPU kernel.
-    """
+    """Pretends that TensorFlow has NCCL kernels for these device types only, whatever it has."""
     return mock.patch.object(
         tf_internals, "device_types_with_kernel", return_value=frozenset(device_types)
     )

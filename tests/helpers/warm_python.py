@@ -1,10 +1,4 @@
-"""Python processes that have imported TensorFlow already.
-
-The import takes 6 s, so tests that need processes of their own fork them from one that has imported
-TensorFlow but not started it, and that pytest's workers share. A test of imports takes `run_cold`.
-
-    warm_python.run("-c", "print(1)")
-"""
+"""Python processes, forked from one that has imported TensorFlow, which takes 6 s."""
 
 from __future__ import annotations
 
@@ -69,10 +63,7 @@ def run_cold(*arguments: str) -> subprocess.CompletedProcess[str]:
 
 
 def executable() -> str:
-    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE.
-
-    It takes the option -u, which pytest-xdist gives its workers, and ignores it.
-    """
+    """Returns a program to be called as `python` is, with a file, -c CODE or -m MODULE."""
     with _lock:
         return os.environ.get(VARIABLE) or _start()
 
@@ -192,7 +183,7 @@ def _run(arguments: list[str], folder: str, variables: dict[str, str]) -> NoRetu
 def _run_main(arguments: list[str]) -> None:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [entry for entry in path if entry and entry not in sys.path]
-    if arguments[0] == "-u":
+    if arguments[0] == "-u":  # Of pytest-xdist.
         arguments = arguments[1:]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

@@ -1,7 +1,4 @@
-"""The program of `warm_python`: hands what it was given to the server, and ends as it does.
-
-It runs without site-packages, as it is to take no time.
-"""
+"""The program of `warm_python`: hands what it was given to the server, and ends as it does."""
 
 from __future__ import annotations
 
@@ -24,8 +21,7 @@ def main(address: str, arguments: list[str]) -> int:
     # The server ends the process when this socket closes, as it does if this one is killed.
     # pathlib takes longer to import than all else here.
     content = json.dumps([arguments, os.getcwd(), dict(os.environ)]).encode()  # noqa: PTH109
-    streams = array.array("i", [0, 1, 2])
-    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, streams)]
+    rights = [(socket.SOL_SOCKET, socket.SCM_RIGHTS, array.array("i", [0, 1, 2]))]
     server.sendmsg([len(content).to_bytes(4, "big")], rights)
     server.sendall(content)
     return int(server.recv(16) or -signal.SIGKILL)

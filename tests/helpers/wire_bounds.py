@@ -13,9 +13,7 @@ from tfcdo.exchange import dtypes, rounding
 class _Format(NamedTuple):
     roundoff: float  # The largest relative error of rounding to it, u.
     exponent: int  # The exponent of its largest power of two.
-    # The largest absolute error of rounding a number too small to be a normal one. TensorFlow's CPU
-    # kernels may set such numbers of bfloat16 to 0.
-    lost: float
+    lost: float  # The largest absolute error of rounding a number too small to be a normal one.
 
 
 _FORMATS = {
@@ -27,11 +25,9 @@ _FORMATS = {
 
 
 def roundoff(wire_dtype: str, dtype: tf.DType = tf.float32) -> float:
-    """The largest relative error of one cast to the wire's dtype.
-
-    TensorFlow casts float64 to 16 bits by way of float32, so such numbers are rounded twice.
-    """
+    """The largest relative error of one cast to the wire's dtype."""
     once = _FORMATS[wire_dtype].roundoff
+    # TensorFlow casts float64 by way of float32.
     return once if dtype == tf.float32 else once * (1 + 2.0**-12)
 
 
@@ -43,10 +39,7 @@ def _growth(depth: int, num_devices: int, wire_dtype: str, dtype: tf.DType) -> f
 def error_bound(
     magnitudes: Any, depth: int, num_devices: int, wire_dtype: str, dtype: tf.DType = tf.float32
 ) -> np.ndarray:
-    """Bounds the absolute error of each element of a sum or mean whose copies are cast.
-
-    `magnitudes` are those of absolute values, and `depth` is the most edges from a root.
-    """
+    """Bounds errors of elements, of sums of these magnitudes; `depth`: the most edges to a root."""
     magnitudes = np.asarray(magnitudes, np.float64)
     wire = _FORMATS[wire_dtype]
     growth = _growth(depth, num_devices, wire_dtype, dtype)
@@ -77,10 +70,7 @@ def feedback_error_bound(
 
 
 def block_error_bound(terms: Any, num_terms: int, block: int) -> np.ndarray:
-    """Bounds the error of each element of a float32 sum of hosts that is sent in int8.
-
-    `terms[h]` are the sums of magnitudes of host `h`'s values, flat; `block` values share a scale.
-    """
+    """Bounds errors of a float32 sum in int8, of hosts' magnitudes; `block` values have a scale."""
     terms = np.abs(np.asarray(terms, np.float64))
     num_hosts, size = terms.shape
     padded = np.pad(terms, ((0, 0), (0, -size % block)))

@@ -69,9 +69,8 @@ class BackupFolderTest(parameterized.TestCase):
         folder = self.write((0, 1), (0, 2))
         path = folder.file((0, 2))
         whole = path.read_bytes()
-        drawn = random.Random(5)
         damages = [whole[:length] for length in range(0, len(whole), 29)]
-        for position in drawn.sample(range(8 * len(whole)), 300):
+        for position in random.Random(5).sample(range(8 * len(whole)), 300):
             flipped = bytearray(whole)
             flipped[position // 8] ^= 1 << position % 8
             damages.append(bytes(flipped))
@@ -95,8 +94,7 @@ class BackupFolderTest(parameterized.TestCase):
             folder.write((0, 2), {}, _ARRAYS)
         [left] = self.path.glob("writing-*")
         self.assertGreater(left.stat().st_size, 0)
-        again = self.folder()
-        self.assertEqual(again.newest().position, (0, 1))
+        self.assertEqual(self.folder().newest().position, (0, 1))
         self.assertFalse(left.exists())
 
     def assert_write_fails(self, folder: Any, error: str, **arrays) -> None:
@@ -201,26 +199,38 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex(error, message):
             tfcdo.keras.resumable_dataset(data, batch_size, **{name: value})
 
-    def fit(self, x: Any, y: Any = None) -> None:
+    def fit(self, x: Any, y: Any = None, **options: Any) -> None:
         folder = self.enter_context(tempfile.TemporaryDirectory())
         model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
         model.compile("sgd", "mse", run_eagerly=True)
-        model.fit(x, y, verbose=0, callbacks=[tfcdo.keras.BackupAndRestore(folder)])
+        model.fit(x, y, verbose=0, callbacks=[tfcdo.keras.BackupAndRestore(folder)], **options)
 
     def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
         arrays = np.zeros([4, 4]), np.zeros([4, 1])
         dataset = tf.data.Dataset.from_tensor_slices(arrays)
-        kept = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)
-        for data, reasons in [
-            (arrays, ["fit.shuffle=True. draws another order"]),
-            ([dataset.shuffle(4).batch(2)], ["reshuffle_each_iteration=True"]),
-            ([kept], []),
-        ]:
+
+        class Batches(keras.utils.PyDataset):
+            def __len__(self) -> int:
+                return 1
+
+            def __getitem__(self, index: int) -> Any:
+                return arrays
+
+        class Reordered(Batches):
+            def on_epoch_end(self) -> None:
+                """It may draw another order."""
+
+        for data, shuffle, reason in (
+            (arrays, True, r"fit\(shuffle=True\) draws another order"),
+            ([dataset.shuffle(4).batch(2)], True, "reshuffle_each_iteration=True"),
+            ([dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)], True, None),
+            ([Batches()], True, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
+            ([Reordered()], False, "its on_epoch_begin or on_epoch_end.* may reorder the batches"),
+            ([Batches()], False, None),
+        ):
             with mock.patch.object(log, "warn_once") as warn:
-                self.fit(*data)
-            self.assertEqual(len(reasons), warn.call_count)
-            for reason in reasons:
-                self.assertRegex(warn.call_args.args[0], reason)
+                self.fit(*data, shuffle=shuffle)
+            self.assertRegex("".join(call.args[0] for call in warn.call_args_list), reason or "^$")
 
     def test_an_endless_dataset_needs_steps(self):
         with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):

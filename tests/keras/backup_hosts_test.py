@@ -1,7 +1,4 @@
-"""Two hosts, one of which gets a SIGTERM and then a SIGKILL: both end as undisturbed.
-
-`tfcdo launch` runs this file with a folder; its first run also trains undisturbed.
-"""
+"""Two hosts, one of which gets a SIGTERM and then a SIGKILL: both end as undisturbed."""
 
 from __future__ import annotations
 
@@ -104,7 +101,6 @@ class BackupHostsTest(tf.test.TestCase):
         )
         self.assertEqual(result.returncode, 0, result.stderr)
         self.assertIn("starting all workers again, as asked after a backup", result.stderr)
-        # Only the kill is a failure.
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
         self.assertIn("starting all workers again (restart 1 of 1)", result.stderr)
         self.assertRegex(result.stdout, "run 1 goes on after batch [23]\n")

@@ -335,8 +335,8 @@ class BadInputTest(BackupTestCase):
         told = "at the beginning: .* another class, .* read: latest.weights.h5; load"
         self.assertRegex("".join(logs.output), told)
         with (
-            mock.patch.object(training_state, "FORMAT", 2),
-            self.assertRaisesRegex(ValueError, "has format 1, and this version .* reads format 2"),
+            mock.patch.object(training_state, "FORMAT", 3),
+            self.assertRaisesRegex(ValueError, "has format 2, and this version .* reads format 3"),
         ):
             _Training(self.backup(), exact=False)
         _Training(self.backup(), exact=False)
@@ -366,27 +366,6 @@ class BadInputTest(BackupTestCase):
             training = pool.submit(lambda: _Training(self.backup(), exact=False)).result()
         self.assertRegex(info.call_args.args[0], "SIGTERM makes no backup, because fit was not")
         self.assert_bitwise_equal(_undisturbed(exact=False), training)
-
-    @parameterized.parameters(
-        (True, False, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
-        (False, True, "its on_epoch_begin or on_epoch_end.* may reorder the batches; use "),
-        (False, False, None),
-    )
-    def test_a_pydataset_in_another_order(self, shuffle, reorders, message):
-        class Data(keras.utils.PyDataset):
-            def __len__(self) -> int:
-                return 2
-
-            def __getitem__(self, index: int) -> Any:
-                return np.ones([3, 4]), np.ones([3, 1])
-
-        if reorders:
-            Data.on_epoch_end = lambda self: None
-        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse", run_eagerly=True)
-        with mock.patch.object(log, "warn_once") as warn:
-            model.fit(Data(), shuffle=shuffle, verbose=0, callbacks=[self.backup()])
-        self.assertRegex("".join(call.args[0] for call in warn.call_args_list), message or "^$")
 
     @parameterized.parameters(
         ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),

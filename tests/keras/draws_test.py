@@ -44,7 +44,7 @@ def of_rows() -> list[Any]:
 
 
 def recurrent() -> list[Any]:
-    return [kl.Bidirectional(kl.SimpleRNN(3, dropout=0.3, recurrent_dropout=0.3))]
+    return [kl.SimpleRNN(3, dropout=0.3, recurrent_dropout=0.3)]
 
 
 def of_images() -> list[Any]:
@@ -62,32 +62,35 @@ def data(examples: int) -> np.ndarray:
     return np.random.default_rng(0).normal(size=[examples, _STEPS, _WIDTH]).astype(np.float32)
 
 
-def fitted(
-    count: int, random: Callable[[], list[Any]], inputs: np.ndarray, **options: Any
-) -> keras.Model:
-    def layers() -> list[Any]:
-        return [kl.Input(inputs.shape[1:]), *random(), kl.Flatten(), kl.Dense(2)]
-
-    with strategy_of(count).scope():
-        model = model_of(layers, "sgd")
-        model.compile(keras.optimizers.SGD(0.1), "mse", **{"jit_compile": False, **options})
-    targets = inputs.reshape([len(inputs), -1])[:, :2] + 1
-    model.fit(inputs, targets, 6, shuffle=False, verbose=0)
-    return model
-
-
 class DrawsTest(TrainingTestCase):
+    def check(
+        self,
+        random: Callable[[], list[Any]],
+        inputs: np.ndarray,
+        replicas: int = 2,
+        eager: bool = False,
+        tolerance: float = 2e-6,
+        jit: bool = False,
+    ) -> None:
+        def layers() -> list[Any]:
+            return [kl.Input(inputs.shape[1:]), *random(), kl.Flatten(), kl.Dense(2)]
+
+        def make(on_one_device: bool) -> keras.Model:
+            run_eagerly = not jit and (eager or on_one_device)
+            return model_of(layers, keras.optimizers.SGD(0.1), run_eagerly, jit_compile=jit)
+
+        targets = inputs.reshape([len(inputs), -1])[:, :2] + 1
+        options: dict[str, Any] = {"replicas": replicas, "tolerance": tolerance, "batch_size": 6}
+        self.check_as_on_one_device(make, inputs, targets, **options)
+
     # A last batch of 1 or of 5 examples, of 6; the former leaves a replica without any.
     @parameterized.parameters((of_rows, 2, 7), (recurrent, 2, 7), (of_rows, 3, 11, True))
     def test_as_on_one_device(self, random, replicas, examples, eager=False):
-        expected = fitted(1, random, data(examples), run_eagerly=True)
-        model = fitted(replicas, random, data(examples), run_eagerly=eager)
-        self.assert_same_training(expected, model)
+        self.check(random, data(examples), replicas, eager)
 
     def test_preprocessing(self):
         images = np.random.default_rng(0).uniform(size=[11, 6, 6, 2]).astype(np.float32)
-        expected = fitted(1, of_images, images, run_eagerly=True)
-        self.assert_same_training(expected, fitted(2, of_images, images), 1e-5)
+        self.check(of_images, images, tolerance=1e-5)
 
     def test_functions(self):
         class Draws(kl.Layer):
@@ -135,23 +138,17 @@ class DrawsTest(TrainingTestCase):
         """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP."""
 
         class Noise(kl.Layer):
+            def build(self, _: Any) -> None:
+                self.seed = keras.random.SeedGenerator(3)
+
             def call(self, inputs: Any) -> Any:
                 return inputs + keras.random.normal((tf.shape(inputs)[0], 1, 1), seed=self.seed)
 
-        def noisy() -> list[Any]:
-            layer = Noise()
-            layer.seed = keras.random.SeedGenerator(3)
-            return [layer]
-
-        expected = fitted(1, noisy, data(12), run_eagerly=True)
-        self.assert_same_training(expected, fitted(3, noisy, data(12), run_eagerly=run_eagerly))
+        self.check(lambda: [Noise()], data(12), 3, run_eagerly)
 
     @parameterized.parameters(("none", False), ("before", True), ("outside", False))
     def test_seeds_made_outside_of_the_scope(self, kind, run_eagerly):
-        """None, for which Keras makes one generator of all functions, here in the step or before.
-
-        With a `train_step` that does not call the model, as in Keras's example of a DDIM.
-        """
+        """Or none; by a `train_step` that does not call the model, as in Keras's DDIM."""
 
         class Noisy(keras.Model):
             def train_step(self, data: Any) -> dict[str, Any]:
@@ -175,7 +172,6 @@ class DrawsTest(TrainingTestCase):
                 model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=run_eagerly)
             inputs = data(7)[:, 0]
             losses = model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
-            # The generators have drawn as often.
             return [model.dense.get_weights(), losses.history["loss"], keras.random.normal([2])]
 
         expected, own = map(trained, (1, 3))
@@ -205,11 +201,7 @@ class DrawsTest(TrainingTestCase):
         self.assert_same_training(trained(1), trained(2))
 
     def test_xla_trains_as_one_device_with_xla(self):
-        def layers() -> list[Any]:
-            return [kl.Dropout(0.4), _OfSteps()]
-
-        expected, model = (fitted(count, layers, data(12), jit_compile=True) for count in (1, 2))
-        self.assert_same_training(expected, model, 3e-5)
+        self.check(lambda: [kl.Dropout(0.4), _OfSteps()], data(12), tolerance=3e-5, jit=True)
 
 
 if __name__ == "__main__":

@@ -7,18 +7,10 @@ import functools
 from typing import Any
 
 import keras
+import keras_training as kt
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from keras_training import (
-    BATCH,
-    TrainingTestCase,
-    dense_data,
-    dense_layers,
-    model_of,
-    strategy_of,
-    trained_eagerly,
-)
 
 from tfcdo.training import models
 
@@ -31,16 +23,15 @@ def _break(model: keras.Model, variable: str, replica: int, by: float = 0.25) ->
     found.value.values[replica].assign_add(change)
 
 
-class ComparisonTest(TrainingTestCase):
+class ComparisonTest(kt.TrainingTestCase):
     def test_names_variable_replica_and_difference(self):
         make = functools.partial(
             keras.optimizers.SGD, 0.1, momentum=0.5, gradient_accumulation_steps=2
         )
-        model = trained_eagerly(3, make, steps=1)
+        model = kt.trained_eagerly(3, make, steps=1)
         comparison = models.WeightComparison(model)
         with self.subTest("variables of a replica's own are left out"):
-            accumulated = model.optimizer._accumulated_gradients[0].value
-            self.assertNotAllClose(*accumulated.values[:2])
+            self.assertNotAllClose(*model.optimizer._accumulated_gradients[0].value.values[:2])
             self.assertIsNone(comparison.difference())
         for variable, replica in (("kernel", 2), ("bias_momentum", 1)):
             with self.subTest(variable):
@@ -57,14 +48,13 @@ class ComparisonTest(TrainingTestCase):
             self.assertEqual((gathered.shape, gathered.dtype), ((3, 6), tf.int64))
 
 
-class FitTest(TrainingTestCase):
-    # The first three executions are compared; of one step each, or of two.
+class FitTest(kt.TrainingTestCase):
     @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True))
     def test_the_first_executions(self, steps_per_execution, step, is_found):
-        strategy = strategy_of(2)
+        strategy = kt.strategy_of(2)
         strategy.extended.checks_in_sync = True
         with strategy.scope():
-            model = model_of(dense_layers, "sgd")
+            model = kt.model_of(kt.dense_layers, "sgd")
         model.steps_per_execution = steps_per_execution
 
         def at(batch: int, logs: Any) -> None:
@@ -75,7 +65,7 @@ class FitTest(TrainingTestCase):
         found = rf"^after execution {number} of the train step, replica 1 .*check_in_sync=False"
         with self.assertRaisesRegex(RuntimeError, found) if is_found else contextlib.nullcontext():
             breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
-            model.fit(*dense_data(step * BATCH), BATCH, callbacks=[breaking], verbose=0)
+            model.fit(*kt.dense_data(step * kt.BATCH), kt.BATCH, callbacks=[breaking], verbose=0)
 
 
 class DigestTest(tf.test.TestCase, parameterized.TestCase):

@@ -19,50 +19,64 @@ import tfcdo
 from tfcdo import log
 
 
-def trained_on_sentences(
-    count: int, kind: str, reduction: str, run_eagerly: bool = False
-) -> tuple[keras.Model, dict[str, list[float]]]:
-    """Tags the words of sentences of unlike lengths, which end with zeros."""
-    rng = np.random.default_rng(0)
-    words, tags = rng.integers(1, 9, [17, 6]), rng.integers(0, 3, [17, 6])
-    words[np.arange(6) >= 1 + np.arange(17)[:, None] % 6] = 0
-    tags[8:, :3] = -1 if kind == "ignore_class" else tags[8:, :3]
-    targets: dict[str, np.ndarray] = {"tags": tags}
-    keras.utils.set_random_seed(1)
-    with strategy_of(count).scope():
-        inputs = keras.Input([6], dtype="int32")
-        embedded = keras.layers.Embedding(9, 4, mask_zero=kind != "ignore_class")(inputs)
-        outputs = {"tags": keras.layers.Dense(3, name="tags")(embedded)}
-        options = {"ignore_class": -1} if kind == "ignore_class" else {}
-        entropy = keras.losses.SparseCategoricalCrossentropy
-        losses = {"tags": entropy(True, reduction=reduction, **options)}
-        if kind == "one_of_two":
-            first = keras.layers.Embedding(9, 4)(inputs)[:, 0]
-            outputs["first"] = keras.layers.Dense(1, name="first")(first)
-            losses["first"] = keras.losses.MeanSquaredError(reduction=reduction)
-            targets["first"] = rng.normal(size=[17, 1])
-        model = keras.Model(inputs, outputs)
-        weights = dict.fromkeys(losses, 0.5)
-        model.compile(
-            *(keras.optimizers.SGD(0.1), losses, weights, {"tags": "accuracy"}),
-            # With several outputs, Keras weights them otherwise eagerly.
-            run_eagerly=run_eagerly or (count == 1 and kind == "ignore_class"),
-        )
-    model.fit(words, targets, 8, validation_data=(words, targets), shuffle=False, verbose=0)
-    return model, model.history.history
+class OwnStep(keras.Sequential):
+    """Has a `train_step` as in Keras's guide."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data if isinstance(data, tuple) else (data, data[:, :2])
+        with tf.GradientTape() as tape:
+            outputs = self(x, training=True)
+            loss = self.loss_of(x, y, outputs)
+        variables = self.trainable_variables
+        self.optimizer.apply(tape.gradient(loss, variables), variables)
+        return self.logs_of(x, y, outputs, loss)
+
+    def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+        return self.compute_loss(x, y, outputs)
+
+    def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
+        return {"loss": loss}
 
 
 class LossesTest(TrainingTestCase):
-    # Keras takes the mean of the elements that a mask or `ignore_class` keeps: of 1 to 6 words.
     @parameterized.parameters(
         ("ignore_class", "sum_over_batch_size"),
         ("one_of_two", "mean_with_sample_weight"),
         ("one_of_two", "mean_with_sample_weight", True),
     )
-    def test_elements_that_a_mask_keeps(self, *case):
-        (expected, losses), (model, own) = (trained_on_sentences(k, *case) for k in (1, 2))
-        self.assert_same_training(expected, model, 5e-6)
-        self.assertAllClose(losses, own, 5e-6, 5e-6)
+    def test_elements_that_a_mask_keeps(self, kind, reduction, run_eagerly=False):
+        """Keras takes their mean: of 1 to 6 words of sentences, which end with zeros."""
+        rng = np.random.default_rng(0)
+        words, tags = rng.integers(1, 9, [17, 6]), rng.integers(0, 3, [17, 6])
+        words[np.arange(6) >= 1 + np.arange(17)[:, None] % 6] = 0
+        tags[8:, :3] = -1 if kind == "ignore_class" else tags[8:, :3]
+        targets: dict[str, np.ndarray] = {"tags": tags}
+        if kind == "one_of_two":
+            targets["first"] = rng.normal(size=[17, 1])
+
+        def make(on_one_device: bool) -> keras.Model:
+            inputs = keras.Input([6], dtype="int32")
+            embedded = keras.layers.Embedding(9, 4, mask_zero=kind != "ignore_class")(inputs)
+            outputs = {"tags": keras.layers.Dense(3, name="tags")(embedded)}
+            options = {"ignore_class": -1} if kind == "ignore_class" else {}
+            entropy = keras.losses.SparseCategoricalCrossentropy
+            losses = {"tags": entropy(True, reduction=reduction, **options)}
+            if kind == "one_of_two":
+                first = keras.layers.Embedding(9, 4)(inputs)[:, 0]
+                outputs["first"] = keras.layers.Dense(1, name="first")(first)
+                losses["first"] = keras.losses.MeanSquaredError(reduction=reduction)
+            model = keras.Model(inputs, outputs)
+            weights = dict.fromkeys(losses, 0.5)
+            model.compile(
+                *(keras.optimizers.SGD(0.1), losses, weights, {"tags": "accuracy"}),
+                # With several outputs, Keras weights them otherwise eagerly.
+                run_eagerly=run_eagerly or (on_one_device and kind == "ignore_class"),
+            )
+            return model
+
+        self.check_as_on_one_device(
+            *(make, words, targets), batch_size=8, validation_data=(words, targets)
+        )
 
     def test_losses_of_a_whole_batch(self):
         class Activity(keras.layers.Layer):
@@ -75,37 +89,26 @@ class LossesTest(TrainingTestCase):
         def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.square(targets - outputs))
 
-        def trained(count: int) -> tuple[keras.Model, list[float]]:
-            with strategy_of(count).scope():
-                model = model_of(lambda: [*dense_layers(), Activity()], "sgd")
-                model.compile(keras.optimizers.SGD(0.1), loss, run_eagerly=count == 1)
-            history = model.fit(*dense_data(17), 10, shuffle=False, verbose=0).history
-            return model, [*history["loss"], model.evaluate(*dense_data(17), 10, verbose=0)]
+        def make(run_eagerly: bool) -> keras.Model:
+            layers = [*dense_layers(), Activity()]
+            return model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, loss)
 
-        (expected, losses), (model, own) = map(trained, (1, 2))
-        self.assert_same_training(expected, model, 5e-6)
-        self.assertAllClose(losses, own, 5e-6, 5e-6)
+        data = dense_data(17)
+        self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
 
     @parameterized.parameters(1, 2)
     def test_losses_of_each_example(self, outputs):
         """A loss that Keras neither sums nor averages, before its gradient is taken."""
 
-        def trained(count: int) -> tuple[keras.Model, list[list[float]]]:
+        def make(_: bool) -> keras.Model:
+            x = keras.Input([4])
+            model = keras.Model(x, [keras.layers.Dense(2, name=f"y{i}")(x) for i in range(outputs)])
             loss = keras.losses.MeanSquaredError(reduction=None)
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                x = keras.Input([4])
-                model = keras.Model(
-                    x, [keras.layers.Dense(2, name=f"y{i}")(x) for i in range(outputs)]
-                )
-                model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
-            inputs, targets = dense_data(15)
-            history = model.fit(inputs, [targets] * outputs, 7, shuffle=False, verbose=0).history
-            return model, list(history.values())
+            model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
+            return model
 
-        (expected, losses), (model, own) = map(trained, (1, 2))
-        self.assert_same_training(expected, model, 5e-6)
-        self.assertAllClose(losses, own, 5e-6, 5e-6)
+        inputs, targets = dense_data(15)
+        self.check_as_on_one_device(make, inputs, [targets] * outputs, batch_size=7)
 
     def test_metrics_of_one_number(self):
         """Functions that return a mean: one of the user's, and a loss."""
@@ -113,36 +116,29 @@ class LossesTest(TrainingTestCase):
         def error(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.abs(targets - outputs))
 
-        def trained(count: int) -> dict[str, list[float]]:
-            with strategy_of(count).scope():
-                model = model_of(dense_layers, "sgd")
-                metrics = [error, keras.losses.MeanSquaredError(name="squares")]
-                model.compile("sgd", "mse", metrics=metrics, run_eagerly=count == 1)
-            options = {"validation_data": dense_data(12), "shuffle": False, "verbose": 0}
-            return model.fit(*dense_data(15), 7, **options).history
+        def make(run_eagerly: bool) -> keras.Model:
+            metrics = [error, keras.losses.MeanSquaredError(name="squares")]
+            return model_of(dense_layers, "sgd", run_eagerly, metrics=metrics)
 
-        expected, own = map(trained, (1, 2))
-        self.assertAllClose(expected, own, 5e-6, 5e-6)
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": dense_data(12)}
+        self.check_as_on_one_device(make, *dense_data(15), **options)
 
-    def test_own_train_step_without_targets(self):
-        class Own(keras.Sequential):
-            def train_step(self, x: Any) -> dict[str, Any]:
-                with tf.GradientTape() as tape:
-                    outputs = self(x, training=True)
-                    loss = self.compute_loss(x, x[:, :2], outputs, training=True)
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
-                return {"loss": loss}
+    @parameterized.parameters(False, True)
+    def test_own_train_step_without_targets(self, own_mean):
+        class Own(OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                if not own_mean:
+                    return super().loss_of(x, y, outputs)
+                errors = tfcdo.keras.global_batch((outputs - y) ** 2)
+                return tf.reduce_mean(errors) / tf.distribute.get_strategy().num_replicas_in_sync
 
-        def fitted(count: int) -> keras.Model:
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                model = Own(dense_layers())
-                model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=count == 1)
-            model.fit(dense_data(17)[0], batch_size=10, shuffle=False, verbose=0)
-            return model
+            def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
+                return {"loss": self.compute_loss(x, y, outputs)}
 
-        self.assert_same_training(fitted(1), fitted(2))
+        def make(run_eagerly: bool) -> keras.Model:
+            return model_of(dense_layers, keras.optimizers.SGD(0.1), run_eagerly, kind=Own)
+
+        self.check_as_on_one_device(make, dense_data(17)[0], batch_size=10, tolerance=2e-6)
 
     @parameterized.parameters(
         (keras.losses.MeanSquaredError(), False), (lambda y, x: tf.reduce_mean((y - x) ** 2), True)
@@ -150,18 +146,12 @@ class LossesTest(TrainingTestCase):
     def test_own_train_step_without_a_loss_of_keras(self, loss_fn, warns):
         """As in Keras's VAE: its mean counts once for each replica, which a warning says."""
 
-        class Own(keras.Sequential):
-            def train_step(self, data: Any) -> dict[str, Any]:
-                x, y = data
-                with tf.GradientTape() as tape:
-                    loss = loss_fn(y, self(x))
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
-                return {"weights": tf.reduce_sum(variables[0])}
+        class Own(OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                return loss_fn(y, outputs)
 
         with strategy_of(2).scope():
-            model = Own(dense_layers())
-            model.compile("sgd")
+            model = model_of(dense_layers, "sgd", False, None, Own)
         with mock.patch.object(log, "warn_once") as warn:
             model.fit(*dense_data(8), verbose=0)
         self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
@@ -172,31 +162,22 @@ class LossesTest(TrainingTestCase):
     def test_own_train_step_reports_its_loss(self, tracked, how):
         """As Keras's guide has it: in its tracker, in one of its own, weighted, and as a result."""
 
-        class Own(keras.Sequential):
-            def train_step(self, data: Any) -> dict[str, Any]:
-                x, y = data
-                with tf.GradientTape() as tape:
-                    loss = self.compute_loss(x, y, self(x, training=True))
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
+        class Own(OwnStep):
+            def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 for metric in self.metrics:
                     metric.update_state(loss)
                 self.weighted.update_state(loss, sample_weight=tf.shape(x)[0])
                 return {m.name: m.result() for m in self.metrics if tracked} or {"own": loss}
 
-        def trained(count: int) -> dict[str, list[float]]:
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                model = Own(dense_layers())
-                model.tracker = keras.metrics.Mean("tracker")
-                model.weighted = keras.metrics.Mean("weighted")
-                model.compile("sgd", "mse", **(how if count > 1 else {"run_eagerly": True}))
-            # A batch of unequal parts, and one with a single example.
-            return model.fit(*dense_data(8), 7, shuffle=False, verbose=0).history
+        def make(on_one_device: bool) -> keras.Model:
+            options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
+            model = model_of(dense_layers, "sgd", kind=Own, **options)
+            model.tracker = keras.metrics.Mean("tracker")
+            model.weighted = keras.metrics.Mean("weighted")
+            return model
 
-        expected, own = map(trained, (1, 2))
-        self.assertLen(own, 3 if tracked else 1)
-        self.assertAllClose(expected, own, 5e-6, 5e-6)
+        model, _ = self.check_as_on_one_device(make, *dense_data(8), batch_size=7)
+        self.assertLen(model.history.history, 3 if tracked else 1)
 
     @parameterized.parameters(True, False)
     def test_losses_of_layers_whose_replicas_meet(self, run_eagerly):
@@ -208,60 +189,43 @@ class LossesTest(TrainingTestCase):
                 self.add_loss(keras.losses.MeanAbsoluteError()(keras.ops.zeros_like(x), x))
                 return x
 
-        def fitted(count: int) -> keras.Model:
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                # Before 3.14, Keras did not divide its sum by the examples.
-                divides = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
-                l2 = keras.regularizers.L2(0.1) if divides else None
-                dense = keras.layers.Dense(4, activity_regularizer=l2)
-                meeting = keras.layers.BatchNormalization(synchronized=True)
-                model = keras.Sequential([dense, Endpoint(), meeting, keras.layers.Dense(1)])
-                sgd = keras.optimizers.SGD(0.1)
-                model.compile(sgd, "mse", run_eagerly=run_eagerly or count == 1)
-            data = dense_data(8)
-            model.fit(*data, 7, validation_data=data, shuffle=False, verbose=0)
-            return model
+        # Before 3.14, Keras did not divide its sum by the examples.
+        divides = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
-        expected, own = map(fitted, (1, 2))
-        self.assert_same_training(expected, own)
-        self.assertAllClose(expected.history.history, own.history.history, 5e-6, 5e-6)
+        def layers() -> list[Any]:
+            l2 = keras.regularizers.L2(0.1) if divides else None
+            meeting = keras.layers.BatchNormalization(synchronized=True)
+            dense = keras.layers.Dense(4, activity_regularizer=l2)
+            return [dense, Endpoint(), meeting, keras.layers.Dense(1)]
 
-    def test_own_train_step_reports_metrics(self):
+        def make(on_one_device: bool) -> keras.Model:
+            return model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
+
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": dense_data(8)}
+        self.check_as_on_one_device(make, *dense_data(8), tolerance=2e-6, **options)
+
+    @parameterized.parameters(True, False)
+    def test_own_train_step_reports_metrics(self, tracked):
         """As in Keras's guide, by other names than Keras has, or only some of them."""
 
-        class Own(keras.Sequential):
-            def train_step(self, data: Any) -> dict[str, Any]:
-                x, y = data[:2]
-                with tf.GradientTape() as tape:
-                    outputs = self(x, training=True)
-                    loss = self.compute_loss(x, y, outputs)
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
+        class Own(OwnStep):
+            def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 first, compiled = self.metrics[:2]
-                if self.tracked:
+                if tracked:
                     first.update_state(loss)
                 compiled.update_state(y, outputs)
                 self.mean.update_state(keras.ops.mean(outputs))
                 self.rows.update_state(keras.ops.ones_like(y))
                 results = {m.name: m.result() for m in (compiled, self.mean, self.rows)}
-                return {"loss": first.result() if self.tracked else loss, **results}
+                return {"loss": first.result() if tracked else loss, **results}
 
-        def trained(count: int, tracked: bool) -> dict[str, list[float]]:
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                model = Own(dense_layers())
-                model.tracked = tracked
-                model.mean, model.rows = keras.metrics.Mean("mean"), keras.metrics.Sum("rows")
-                model.unused = keras.metrics.Mean("unused")
-                model.compile("sgd", "mse", metrics=["mae"], run_eagerly=count == 1)
-            data = dense_data(8)  # A batch of unequal parts, and one with a single example.
-            return model.fit(*data, 7, shuffle=False, verbose=0).history
+        def make(run_eagerly: bool) -> keras.Model:
+            model = model_of(dense_layers, "sgd", run_eagerly, kind=Own, metrics=["mae"])
+            model.mean, model.rows = keras.metrics.Mean("mean"), keras.metrics.Sum("rows")
+            model.unused = keras.metrics.Mean("unused")
+            return model
 
-        for tracked in (True, False):
-            expected, own = (trained(count, tracked) for count in (1, 2))
-            self.assertEqual(list(expected), list(own))
-            self.assertAllClose(expected, own, 5e-6, 5e-6)
+        self.check_as_on_one_device(make, *dense_data(8), batch_size=7)
 
     def test_no_layer_sees_an_empty_part(self):
         """Kernels of some devices fail on nothing; a NaN of an example still counts."""
@@ -337,13 +301,10 @@ class LossesTest(TrainingTestCase):
     def test_another_value_before_the_batch(self, eager, with_targets):
         """A seed per replica, say, is not taken for the batch."""
         strategy = strategy_of(3)
-        seeds = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant([1, context.replica_id_in_sync_group])
-        )
+        seeds = tu.distributed(strategy, lambda replica: tf.constant([1, replica]))
         inputs, targets = dense_data(7)
         batch = (inputs, targets) if with_targets else (inputs,)
-        data = tf.data.Dataset.from_tensors(batch)
-        [parts] = strategy.experimental_distribute_dataset(data)
+        [parts] = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(batch))
 
         def loss(seed: Any, inputs: Any, targets: Any = 0.0) -> Any:
             del seed
@@ -400,9 +361,7 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     def test_known_parts_that_no_dataset_has_cut(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
         sizes = (2, 1, 3)  # The first one is the mean.
-        parts = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.ones([sizes[context.replica_id_in_sync_group], 1])
-        )
+        parts = tu.distributed(strategy, lambda replica: tf.ones([sizes[replica], 1]))
         step = tf.function(lambda own: strategy.run(tfcdo.keras.global_batch, (own,)))
         for rows in strategy.experimental_local_results(step(parts)):
             self.assertAllEqual(rows, tf.ones([6, 1]))

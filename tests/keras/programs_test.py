@@ -1,9 +1,8 @@
 """Random programs (model, optimizer, options, replicas, batches) train as on one device.
 
 A difference of float32 alone is rounding that an optimizer has made large: such a program is
-repeated in float64, where it must disappear. `make test` has 25 programs, always the same, in which
-each option meets most of the others. `make test-nightly` draws 300 others:
-TFCDO_PROGRAMS=300 python tests/keras/programs_test.py
+repeated in float64. `make test` has 25 programs, always the same, in which each option meets most
+of the others. `make test-nightly` draws 300: TFCDO_PROGRAMS=300 python tests/keras/programs_test.py
 """
 
 from __future__ import annotations
@@ -254,9 +253,8 @@ def trained(case: Case, replicas: int) -> dict[str, list[np.ndarray]]:
             synchronize_batch_norm=case.normalization == "by_strategy",
         )
     # One device is quicker eagerly, but Keras reports losses of several outputs otherwise then.
-    run_eagerly = case.eager or (not replicas and case.outputs == 1)
     with strategy.scope():
-        model = _model(case, run_eagerly)
+        model = _model(case, case.eager or (not replicas and case.outputs == 1))
     inputs, targets, weights = _data(case)
     options: dict[str, Any] = {"batch_size": case.batch, "sample_weight": weights, "verbose": 0}
     history = model.fit(

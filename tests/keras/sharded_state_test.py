@@ -6,29 +6,21 @@ import functools
 import tempfile
 
 import keras
+import keras_training as kt
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 from keras import optimizers as ko
-from keras_training import (
-    TrainingTestCase,
-    dense_data,
-    dense_layers,
-    model_of,
-    strategy_of,
-    train_eagerly,
-    trained_eagerly,
-)
 
 import tfcdo
 
-sharded = functools.partial(trained_eagerly, shard_optimizer_state=True)
-_data = functools.partial(dense_data, 60)  # Divides by four.
+sharded = functools.partial(kt.trained_eagerly, shard_optimizer_state=True)
+_data = functools.partial(kt.dense_data, 60)  # Divides by four.
 _adam = functools.partial(ko.Adam, 0.05, global_clipnorm=0.5)
 
 
-class ShardedStateTest(TrainingTestCase):
+class ShardedStateTest(kt.TrainingTestCase):
     def test_wire_dtype_casts_gradients_but_not_weights(self):
         make = functools.partial(ko.SGD, 0.2)
         ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
@@ -36,12 +28,11 @@ class ShardedStateTest(TrainingTestCase):
         self.assert_same_training(exact, model, 2e-2)
         weights = model.get_weights()[0]
         self.assertNotAllEqual(weights, exact.get_weights()[0])
-        as_bfloat16 = tf.cast(tf.cast(weights, tf.bfloat16), tf.float32)
-        self.assertNotAllEqual(weights, as_bfloat16)
+        self.assertNotAllEqual(weights, tf.cast(tf.cast(weights, tf.bfloat16), tf.float32))
 
     def test_no_more_is_copied_than_is_explained(self):
         """Sums reach their owners only, and weights all devices."""
-        strategy = strategy_of(2, shard_optimizer_state=True)
+        strategy = kt.strategy_of(2, shard_optimizer_state=True)
         shapes = [(30,), (10,), (10,)]
         with strategy.scope():
             variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
@@ -64,7 +55,7 @@ class ShardedStateTest(TrainingTestCase):
         (lambda: ko.SGD(0.2, weight_decay=0.1), False),
     )
     def test_only_rows_are_sent_back_if_only_rows_change(self, make, only_rows):
-        strategy = strategy_of(2, shard_optimizer_state=True)
+        strategy = kt.strategy_of(2, shard_optimizer_state=True)
         with strategy.scope():
             table = keras.Variable(np.ones([1000, 2], np.float32))
             optimizer = make()
@@ -72,8 +63,7 @@ class ShardedStateTest(TrainingTestCase):
 
         def step() -> None:
             indices, shape = tf.constant([7, 7]), tf.constant([1000, 2])
-            gradient = tf.IndexedSlices(tf.ones([2, 2]), indices, shape)
-            optimizer.apply([gradient], [table])
+            optimizer.apply([tf.IndexedSlices(tf.ones([2, 2]), indices, shape)], [table])
 
         ops = tu.traced_ops(lambda: strategy.run(step))
         scattered = [op for op in ops if op.type == "ResourceScatterUpdate"]
@@ -83,7 +73,7 @@ class ShardedStateTest(TrainingTestCase):
 
     def test_a_step_that_fails_changes_no_weights(self):
         """The gradient of the last variable fails; no owner has begun by then."""
-        strategy = strategy_of(3, shard_optimizer_state=True)
+        strategy = kt.strategy_of(3, shard_optimizer_state=True)
         with strategy.scope():
             variables = [keras.Variable(np.ones([4], np.float32)) for _ in range(6)]
             optimizer = ko.SGD(0.2, weight_decay=0.1)
@@ -105,12 +95,12 @@ class ShardedStateTest(TrainingTestCase):
         source = sharded(4, _adam, 2, data=_data)
         folder = self.enter_context(tempfile.TemporaryDirectory())
         path = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(f"{folder}/c")
-        model = model_of(dense_layers, _adam())
+        model = kt.model_of(kt.dense_layers, _adam())
         restore = tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
         model.optimizer.build(model.trainable_variables)
         restore.assert_existing_objects_matched()
-        train_eagerly(model, tf.distribute.get_strategy(), range(2, 4), _data)
-        self.assert_same_training(trained_eagerly(1, _adam, data=_data), model, 2e-5)
+        kt.train_eagerly(model, tf.distribute.get_strategy(), range(2, 4), _data)
+        self.assert_same_training(kt.trained_eagerly(1, _adam, data=_data), model, 2e-5)
 
 
 if __name__ == "__main__":

@@ -12,32 +12,18 @@ from typing import Any
 from unittest import mock
 
 import keras
+import keras_training as kt
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 from keras import optimizers as ko
-from keras_training import (
-    BATCH,
-    Make,
-    TrainingTestCase,
-    dense_data,
-    dense_layers,
-    fitted,
-    is_own_of_each,
-    model_of,
-    strategy_of,
-    train_eagerly,
-    trained_eagerly,
-    word_data,
-    word_layers,
-)
 
 import tfcdo
 from tfcdo import keras_internals, tf_internals
 from tfcdo.training import updates
 
-OPTIONS: dict[str, Make] = {
+OPTIONS: dict[str, kt.Make] = {
     "clipping": lambda: ko.SGD(0.3, momentum=0.5, global_clipnorm=0.05, loss_scale_factor=8.0),
     "accumulation": lambda: ko.Adam(0.05, gradient_accumulation_steps=2, global_clipnorm=0.05),
     "average": lambda: ko.SGD(
@@ -59,11 +45,11 @@ OPTIONS: dict[str, Make] = {
 }
 
 
-class UpdatesTest(TrainingTestCase):
+class UpdatesTest(kt.TrainingTestCase):
     def assert_sharded(self, whole: keras.Model, sharded: keras.Model) -> None:
         self.assert_same_training(whole, sharded, 0.0)
         for slot in sharded.optimizer.variables:
-            if len(slot.shape) and not is_own_of_each(slot):
+            if len(slot.shape) and not kt.is_own_of_each(slot):
                 everywhere = slot.path.endswith("_average")
                 self.assertEqual(everywhere, hasattr(slot.value, "values"), slot.path)
 
@@ -71,27 +57,19 @@ class UpdatesTest(TrainingTestCase):
     def test_each_option(self, option, count):
         # Overwriting at every other step, rather than update, differs from the sixth step on.
         steps = 8 if option == "average" else 4
-        expected = trained_eagerly(1, OPTIONS[option], steps)
-        whole = trained_eagerly(count, OPTIONS[option], steps)
-        self.assert_same_training(expected, whole)
-        sharded = trained_eagerly(count, OPTIONS[option], steps, shard_optimizer_state=True)
+        whole = kt.trained_eagerly(count, OPTIONS[option], steps)
+        self.assert_same_training(kt.trained_eagerly(1, OPTIONS[option], steps), whole)
+        sharded = kt.trained_eagerly(count, OPTIONS[option], steps, shard_optimizer_state=True)
         self.assert_sharded(whole, sharded)
-
-    def test_fit_in_a_graph(self):
-        expected = fitted(1, OPTIONS["several"])
-        model = fitted(2, OPTIONS["several"], run_eagerly=False, shard_optimizer_state=True)
-        # TensorFlow rewrites the arithmetic of graphs.
-        self.assert_same_training(expected, model, 1e-5)
 
     @parameterized.parameters(
         (lambda: ko.Adagrad(0.2, weight_decay=0.1, clipnorm=0.05),), (OPTIONS["accumulation"],)
     )
     def test_rows_of_embeddings(self, make):
         """Words repeat: Keras squares their rows, and takes their norm, one by one."""
-        train = functools.partial(trained_eagerly, layers=word_layers, data=word_data)
-        expected = train(1, make)
+        train = functools.partial(kt.trained_eagerly, layers=kt.word_layers, data=kt.word_data)
         whole = train(2, make)
-        self.assert_same_training(expected, whole)
+        self.assert_same_training(train(1, make), whole)
         self.assert_sharded(whole, train(2, make, shard_optimizer_state=True))
 
     def test_callbacks_find_what_they_change(self):
@@ -99,7 +77,7 @@ class UpdatesTest(TrainingTestCase):
             schedule = keras.callbacks.LearningRateScheduler(lambda epoch, rate: rate * 0.5)
             swap = keras.callbacks.SwapEMAWeights(swap_on_epoch=True)
             make = functools.partial(ko.SGD, 0.2, use_ema=True, ema_momentum=0.7, clipnorm=0.05)
-            return fitted(count, make, 2, [schedule, swap], shard_optimizer_state=True)
+            return kt.fitted(count, make, 2, [schedule, swap], shard_optimizer_state=True)
 
         model = with_callbacks(2)
         self.assert_same_training(with_callbacks(1), model)
@@ -121,14 +99,14 @@ class UpdatesTest(TrainingTestCase):
                 return super().apply([grad * abs(grad) for grad in grads], trainable_variables)
 
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
-        expected = trained_eagerly(1, make)
+        expected = kt.trained_eagerly(1, make)
         for sharded in (False, True):
-            model = trained_eagerly(2, make, shard_optimizer_state=sharded)
+            model = kt.trained_eagerly(2, make, shard_optimizer_state=sharded)
             self.assert_same_training(expected, model)
         accumulating = functools.partial(make, gradient_accumulation_steps=2)
-        self.assert_same_training(*(trained_eagerly(count, accumulating) for count in (1, 2)))
+        self.assert_same_training(*(kt.trained_eagerly(count, accumulating) for count in (1, 2)))
         with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
-            trained_eagerly(2, accumulating, shard_optimizer_state=True)
+            kt.trained_eagerly(2, accumulating, shard_optimizer_state=True)
 
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""
@@ -147,33 +125,33 @@ class UpdatesTest(TrainingTestCase):
                 self.assign_sub(variable, learning_rate * total / (1 + self.norms[at]))
 
         make = functools.partial(Scaled, 0.1)
-        model = trained_eagerly(2, make, shard_optimizer_state=True)
-        self.assert_same_training(trained_eagerly(1, make), model)
+        model = kt.trained_eagerly(2, make, shard_optimizer_state=True)
+        self.assert_same_training(kt.trained_eagerly(1, make), model)
         slots = [slot for slot in model.optimizer.variables if hasattr(slot.value, "values")]
         self.assertLen(slots, 6)  # With the counter and the learning rate.
         for slot in slots:
             self.assert_bitwise_equal([one.read_value() for one in slot.value.values])
 
 
-class OwnLoopTest(TrainingTestCase):
+class OwnLoopTest(kt.TrainingTestCase):
     def test_nothing_is_sent_while_gradients_accumulate(self):
         ops, counts = tfcdo.ReductionToOneDevice(), []
-        strategy = strategy_of(2, ops)
+        strategy = kt.strategy_of(2, ops)
         make = functools.partial(ko.Adam, 0.1, clipnorm=1.0, gradient_accumulation_steps=3)
-        model = trained_eagerly(2, make, steps=0, strategy=strategy)
+        model = kt.trained_eagerly(2, make, steps=0, strategy=strategy)
         with (
             mock.patch.object(ops, "batch_reduce", wraps=ops.batch_reduce) as batch_reduce,
             mock.patch.object(ops, "reduce", side_effect=AssertionError),
         ):
             for at in range(6):
-                train_eagerly(model, strategy, range(at, at + 1))
+                kt.train_eagerly(model, strategy, range(at, at + 1))
                 counts.append([len(call.args[1]) for call in batch_reduce.call_args_list])
                 batch_reduce.reset_mock()
         self.assertEqual(counts, [[], [], [2], [], [], [2]])
 
     @parameterized.parameters((tf.Variable, False), (keras.Variable, True))
     def test_traced_before_anything_is_built(self, make, sharded):
-        strategy = strategy_of(2, shard_optimizer_state=sharded)
+        strategy = kt.strategy_of(2, shard_optimizer_state=sharded)
         with strategy.scope():
             variables = [make([1.0, 2.0]), make([[3.0]])]
             optimizer = ko.Adam(0.1, global_clipnorm=1.0)
@@ -201,7 +179,7 @@ class OwnLoopTest(TrainingTestCase):
                 for first, variable in zip(self.first, variables, strict=True):
                     self.assign(first, keras.ops.copy(variable))
 
-        with strategy_of(2).scope() as strategy:
+        with kt.strategy_of(2).scope() as strategy:
             variable, optimizer = keras.Variable([3.0]), FromFirst(1.0)
 
         def on_replica() -> None:
@@ -215,7 +193,7 @@ class OwnLoopTest(TrainingTestCase):
 
     @parameterized.parameters((False, None), (False, 2), (True, None))
     def test_variables_that_the_optimizer_does_not_know(self, sharded, accumulated):
-        strategy = strategy_of(2, shard_optimizer_state=sharded)
+        strategy = kt.strategy_of(2, shard_optimizer_state=sharded)
         with strategy.scope():
             variables = [keras.Variable([1.0]), keras.Variable([1.0])]
             optimizer = ko.Adam(0.1, gradient_accumulation_steps=accumulated)
@@ -224,9 +202,9 @@ class OwnLoopTest(TrainingTestCase):
             strategy.run(lambda: optimizer.apply([tf.ones([1])] * 2, variables))
 
     def test_replicas_meet_once_for_gradients(self):
-        strategy = strategy_of(2)
+        strategy = kt.strategy_of(2)
         with strategy.scope():
-            model = model_of(dense_layers, "sgd")
+            model = kt.model_of(kt.dense_layers, "sgd")
             optimizer = ko.Adam(0.1, global_clipnorm=1.0, use_ema=True, weight_decay=0.1)
             optimizer.build(model.trainable_variables)
         context = tf.distribute.ReplicaContext
@@ -243,7 +221,7 @@ class OwnLoopTest(TrainingTestCase):
 
     def test_sizes_are_known_of_gradients_of_layers_that_reshape(self):
         layers = [keras.layers.Input((3, 4)), keras.layers.Dense(2), keras.layers.Flatten()]
-        strategy = strategy_of(2)
+        strategy = kt.strategy_of(2)
         with strategy.scope():
             model = keras.Sequential([*layers, keras.layers.Dense(1)])
             model.compile("sgd", "mse")
@@ -258,8 +236,6 @@ class OwnLoopTest(TrainingTestCase):
             self.assertTrue(shape.is_fully_defined(), shapes)
 
     def test_a_gradient_with_a_known_size_stays_on_its_device(self):
-        # With one device a host, such a gradient was taken for one of another device, and sent
-        # exactly, not as the exchange has it.
         strategy = tfcdo.MirroredStrategy(["CPU:0"])
         with strategy.scope():
             variable = keras.Variable(tf.zeros([4, 2]))
@@ -280,9 +256,9 @@ class OwnLoopTest(TrainingTestCase):
         (False, "scaled", "the optimizer 'adam"),
     )
     def test_made_outside_of_the_scope(self, is_model, kind, named):
-        strategy, outside = strategy_of(2), tf.distribute.get_strategy()
+        strategy, outside = kt.strategy_of(2), tf.distribute.get_strategy()
         with (outside if is_model else strategy).scope():
-            model = keras.Sequential(dense_layers())
+            model = keras.Sequential(kt.dense_layers())
         with (strategy if is_model else outside).scope():
             optimizer = ko.Adam()
         with strategy.scope():
@@ -290,7 +266,7 @@ class OwnLoopTest(TrainingTestCase):
                 ko.LossScaleOptimizer(optimizer) if kind == "scaled" else optimizer, "mse"
             )
         with strategy.scope(), self.assertRaisesRegex(ValueError, f"{named}.* must be made in the"):
-            model.fit(*dense_data(), verbose=0)
+            model.fit(*kt.dense_data(), verbose=0)
 
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
@@ -311,7 +287,7 @@ def nothing(replica: int) -> None:
     return None
 
 
-class GradientsTest(TrainingTestCase):
+class GradientsTest(kt.TrainingTestCase):
     # A replica without a gradient adds no rows. A gradient of all replicas counts once for each.
     @parameterized.parameters(
         ((nothing, table, table), 2, {"shard_optimizer_state": True}),
@@ -322,7 +298,7 @@ class GradientsTest(TrainingTestCase):
         (table, None, {"ops": tfcdo.ReductionToOneDevice()}),
     )
     def test_unlike_kinds(self, kinds, accumulated, options=None):
-        strategy = strategy_of(3, **(options or {}))
+        strategy = kt.strategy_of(3, **(options or {}))
         with strategy.scope():
             own = [keras.Variable(np.zeros_like(_TABLE)) for _ in range(2)]
             optimizer = ko.SGD(1.0, gradient_accumulation_steps=accumulated)
@@ -346,7 +322,7 @@ class GradientsTest(TrainingTestCase):
                 self.assertAllClose(expected, component)
 
     def test_no_replica_has_one(self):
-        strategy = strategy_of(2)
+        strategy = kt.strategy_of(2)
         with strategy.scope():
             own = [keras.Variable([1.0]), keras.Variable([1.0])]
             optimizer = ko.SGD(0.5, weight_decay=0.1)
@@ -359,7 +335,6 @@ class GradientsTest(TrainingTestCase):
     def test_sparse_inputs(self, dtype, sharded, clipnorm):
         """A lookup of sparse ids adds the gradients of equal ids, which Adam then squares."""
         words = np.random.default_rng(0).integers(0, 3, [19, 5]).astype(dtype)
-        # The last batch has one example, so one replica has none.
         data = tf.data.Dataset.from_tensor_slices((words, np.sin(np.arange(19.0)))).batch(6)
         data = data.map(lambda x, y: (tf.sparse.from_dense(x), y))
 
@@ -368,62 +343,49 @@ class GradientsTest(TrainingTestCase):
             inputs = keras.layers.Input([5], dtype=dtype, sparse=True)
             return [inputs, layer, keras.layers.Flatten(), keras.layers.Dense(1)]
 
-        def trained(count: int) -> keras.Model:
-            with strategy_of(count, shard_optimizer_state=sharded).scope():
-                adam = ko.Adam(0.1, global_clipnorm=clipnorm)
-                model = model_of(layers, adam, run_eagerly=False)
-            model.fit(data, verbose=0)
-            return model
+        def make(_: bool) -> keras.Model:
+            return kt.model_of(layers, ko.Adam(0.1, global_clipnorm=clipnorm), run_eagerly=False)
 
-        self.assert_same_training(trained(1), trained(2), 1e-5)
+        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
+        self.check_as_on_one_device(make, data, tolerance=1e-5, strategy=strategy)
 
     @parameterized.parameters((None, False), (2, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
         """Keras alone looks at the first replica, and lets an overflow on another one in."""
-        strategy = strategy_of(3, shard_optimizer_state=sharded_rows)
-        with strategy.scope():
-            variable = keras.Variable([1.0, 2.0])
-            inner = ko.SGD(0.5, gradient_accumulation_steps=accumulation)
-            optimizer = ko.LossScaleOptimizer(inner, initial_scale=8.0, dynamic_growth_steps=2)
-            optimizer.build([variable])
+        inputs, targets = (kt.word_data if sharded_rows else kt.dense_data)(5 * kt.BATCH)
+        targets[kt.BATCH - 1] = 1e38  # In the first batch.
 
-        def on_replica(bad: tf.Tensor) -> None:
-            own = tf.distribute.get_replica_context().replica_id_in_sync_group
-            gradient = tf.where(bad & (own == 2), np.inf, 8.0) * tf.ones([2])
-            if sharded_rows:
-                gradient = tf.IndexedSlices(gradient, tf.range(2), tf.constant([2]))
-            optimizer.apply([gradient], [variable])
+        def only_rows() -> list[Any]:
+            return [*kt.word_layers()[:2], keras.layers.GlobalAveragePooling1D()]
 
-        step, scales = tf.function(lambda bad: strategy.run(on_replica, (bad,))), []
-        for bad in (True, False, False):
-            step(tf.constant(bad))
-            scales.append(float(optimizer.dynamic_scale.numpy()))
-        self.assertEqual(scales, [4.0, 4.0, 8.0])
-        updates = 1 if accumulation else 2
-        self.assertEqual(int(inner.iterations.numpy()), updates)
-        # By the sum of three gradients of 8, unscaled by 4; or once by the mean of two such sums.
-        change = updates * 0.5 * 6.0
-        for component in variable.value.values:
-            self.assertAllClose([1.0 - change, 2.0 - change], component)
+        def make(run_eagerly: bool) -> keras.Model:
+            inner = ko.SGD(0.1, gradient_accumulation_steps=accumulation)
+            optimizer = ko.LossScaleOptimizer(inner, 4096.0, dynamic_growth_steps=2)
+            layers = only_rows if sharded_rows else kt.dense_layers
+            return kt.model_of(layers, optimizer, run_eagerly)
+
+        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded_rows)
+        options: dict[str, Any] = {"replicas": 3, "strategy": strategy, "batch_size": kt.BATCH}
+        _, model = self.check_as_on_one_device(make, inputs, targets, **options)
+        iterations = model.optimizer.inner_optimizer.iterations
+        self.assertEqual(iterations.numpy(), 2 if accumulation else 4)
 
     @parameterized.parameters((True, 2), (False, None))
     def test_float8(self, sharded, accumulation):
         def layers() -> list[Any]:
             # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
-            policy = keras.dtype_policies.get("float8_from_float32")
-            options = {"use_bias": False, "dtype": policy}
+            options = {"use_bias": False, "dtype": keras.dtype_policies.get("float8_from_float32")}
             dense = keras.layers.Dense(5, "tanh", **options)
             return [keras.layers.Input((4,)), dense, keras.layers.Dense(2, **options)]
 
-        def make() -> Any:
+        def make(_: bool) -> keras.Model:
             inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
-            return ko.LossScaleOptimizer(inner, 4.0)
+            return kt.model_of(layers, ko.LossScaleOptimizer(inner, 4.0), run_eagerly=False)
 
-        options: dict[str, Any] = {"run_eagerly": False, "layers": layers}
-        expected = fitted(1, make, **options)
-        model = fitted(2, make, shard_optimizer_state=sharded, **options)
-        self.assert_same_training(expected, model, 1e-5)
-        history = expected.layers[0].inputs_amax_history.numpy()
+        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
+        options: dict[str, Any] = {"strategy": strategy, "tolerance": 1e-5, "batch_size": kt.BATCH}
+        _, model = self.check_as_on_one_device(make, *kt.dense_data(4 * kt.BATCH), **options)
+        history = model.layers[0].inputs_amax_history.numpy()
         self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
 
     def test_threads_trace_steps_of_one_optimizer(self):
@@ -435,7 +397,7 @@ class GradientsTest(TrainingTestCase):
                     time.sleep(0.5)  # Meanwhile other threads get here, or have to wait.
                 super().update_step(*arguments)
 
-        strategy = strategy_of(2)
+        strategy = kt.strategy_of(2)
         with strategy.scope():
             variable = keras.Variable([1.0, 2.0])
             optimizer = Slow(0.25, clipnorm=100.0)
@@ -452,7 +414,7 @@ class GradientsTest(TrainingTestCase):
         self.assertAllClose([1.0 - change, 2.0 - change], variable)
 
 
-class FrozenTest(TrainingTestCase):
+class FrozenTest(kt.TrainingTestCase):
     @parameterized.parameters(False, True)
     def test_a_layer_is_frozen_amid_an_accumulation(self, sharded):
         """The next update drops its accumulated gradients, also on a device that owns no other."""
@@ -461,43 +423,43 @@ class FrozenTest(TrainingTestCase):
             def layers() -> list[Any]:
                 return [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)]
 
-            strategy = strategy_of(count, shard_optimizer_state=sharded)
+            strategy = kt.strategy_of(count, shard_optimizer_state=sharded)
             with strategy.scope():
-                model = model_of(layers, ko.SGD(0.1, 0.9, gradient_accumulation_steps=2))
+                model = kt.model_of(layers, ko.SGD(0.1, 0.9, gradient_accumulation_steps=2))
                 model.optimizer.build(model.trainable_variables)
             for trainable in (True, False, True):
                 model.layers[0].trainable = trainable
                 with strategy.scope():
                     model.compile(model.optimizer, "mse", run_eagerly=True)
-                model.fit(*dense_data(3 * BATCH), BATCH, shuffle=False, verbose=0)
+                model.fit(*kt.dense_data(3 * kt.BATCH), kt.BATCH, shuffle=False, verbose=0)
             return model
 
         self.assert_same_training(trained(1), trained(3))
 
 
-class SavedTest(TrainingTestCase):
+class SavedTest(kt.TrainingTestCase):
     def test_saved_amid_an_accumulation(self):
         def make() -> Any:
             return ko.Adam(0.1, clipnorm=0.1, gradient_accumulation_steps=3)
 
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
-        whole = fitted(1, make, examples=5 * BATCH)
-        rest = [values[2 * BATCH :] for values in dense_data(5 * BATCH)]
+        whole = kt.fitted(1, make, examples=5 * kt.BATCH)
+        rest = [values[2 * kt.BATCH :] for values in kt.dense_data(5 * kt.BATCH)]
         for saving, loading in ((3, 1), (1, 2)):
-            fitted(saving, make, examples=2 * BATCH, shard_optimizer_state=True).save(path)
-            with strategy_of(loading, shard_optimizer_state=True).scope():
+            kt.fitted(saving, make, examples=2 * kt.BATCH, shard_optimizer_state=True).save(path)
+            with kt.strategy_of(loading, shard_optimizer_state=True).scope():
                 loaded = keras.models.load_model(path)
-            loaded.fit(*rest, BATCH, shuffle=False, verbose=0)
+            loaded.fit(*rest, kt.BATCH, shuffle=False, verbose=0)
             self.assert_same_training(whole, loaded)
 
     def test_a_copy_has_the_state_and_trains_on(self):
-        strategy = strategy_of(2, shard_optimizer_state=True)
-        model = fitted(2, OPTIONS["accumulation"], strategy=strategy, examples=3 * BATCH)
+        strategy = kt.strategy_of(2, shard_optimizer_state=True)
+        model = kt.fitted(2, OPTIONS["accumulation"], strategy=strategy, examples=3 * kt.BATCH)
         with strategy.scope(), warnings.catch_warnings():
             warnings.filterwarnings("error", "Skipping variable loading")
             own = copy.deepcopy(model)
         for one in (model, own):
-            one.fit(*dense_data(3 * BATCH), BATCH, shuffle=False, verbose=0)
+            one.fit(*kt.dense_data(3 * kt.BATCH), kt.BATCH, shuffle=False, verbose=0)
         self.assert_same_training(model, own)
 
 

@@ -102,8 +102,7 @@ class AutoTest(plan_testing.PlanTestCase):
 
     @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
     @hypothesis.given(
-        # Not st.integers, which draws numbers that it finds in the modules of this process, and so
-        # other machines, some slow, after other tests.
+        # Not st.integers, which draws other machines, some slow, after other tests.
         st.builds(preset, st.sampled_from(PRESETS), st.sampled_from(range(1, 7)))
         | st.builds(draw_machine, st.sampled_from(range(2, 7)), st.sampled_from(range(100))),
         st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
@@ -137,7 +136,6 @@ class AutoTest(plan_testing.PlanTestCase):
 
 class WorkTest(plan_testing.PlanTestCase):
     def test_virtual_devices_are_decided_at_once(self):
-        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
         with plan_testing.counted_work() as work:
             schedule = algorithms.make_plan("auto", preset("shared_memory", 80), 100 * MB)
         self.assertLen(schedule.packs, 1)
@@ -147,9 +145,8 @@ class WorkTest(plan_testing.PlanTestCase):
 
     @parameterized.parameters((None, "ring"), (3, "halving_doubling"))
     def test_more_devices_are_not_simulated(self, num_packs, expected):
-        machine = preset("nvswitch", 65)
         with plan_testing.counted_work() as work:
-            chosen = algorithms.fastest_algorithm(machine, 100 * MB, num_packs)
+            chosen = algorithms.fastest_algorithm(preset("nvswitch", 65), 100 * MB, num_packs)
         self.assertEqual(chosen, expected)
         self.assertEqual(work["longest"], 2 * 64)  # One device alone.
         self.assertEqual(work["searches"], 0)

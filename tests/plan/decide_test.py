@@ -54,9 +54,8 @@ def batch(
 
 def plan(asked: Batch, topology: str = "nvswitch", reasons: Any = (), **choices: Any) -> Plan:
     """Decides for a class with some choices; packs of "hierarchical_copy" unless it says others."""
-    options = Options(**{"algorithm": "hierarchical_copy", **choices})
     machine = Machine(preset(topology, asked.replicas), "was detected", reasons, "not asked for")
-    return decide(asked, options, machine)
+    return decide(asked, Options(**{"algorithm": "hierarchical_copy", **choices}), machine)
 
 
 def contents(made: Plan) -> list[list[tuple[int, int, int | None]]]:
@@ -238,8 +237,7 @@ class OwnersTest(plan_testing.PlanTestCase):
         self.assertEqual(edges, {frozenset(pair) for pair in ((0, 1), (1, 2), (2, 3))})
 
     def test_nccl_does_not_sum_on_owners(self):
-        plan = owned_plan("ring", nccl="always")
-        self.assertNotIn(None, [pack.tree for pack in plan.packs])
+        self.assertNotIn(None, [pack.tree for pack in owned_plan("ring", nccl="always").packs])
         with self.assertRaisesRegex(RuntimeError, "shard_optimizer_state each sum is formed on o"):
             owned_plan("ring", nccl="always", require_nccl=True)
 

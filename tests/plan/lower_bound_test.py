@@ -58,8 +58,7 @@ class BoundTest(plan_testing.PlanTestCase):
     )
     def test_known_bounds(self, name, devices, per_byte):
         machine = preset(name, None if name == "dgx1" else len(devices)).subset(devices)
-        found = bandwidth_bound(machine, GB) / GB
-        self.assertAlmostEqual(found, per_byte, delta=1e-6 * per_byte)
+        self.assertAlmostEqual(bandwidth_bound(machine, GB) / GB, per_byte, delta=1e-6 * per_byte)
 
     def test_is_that_of_a_program_over_all_trees(self):
         parts = [DGX1.subset(part) for part in ((1, 3, 5), (0, 2, 4, 7, 5))]
@@ -82,8 +81,7 @@ class BoundTest(plan_testing.PlanTestCase):
         bound = lower_bound_seconds(machine, 100 * MB)
         self.assertGreater(bound, 0.0)
         schedule = algorithms.make_plan("packed_trees", machine, 100 * MB)
-        seconds = simulator.robust_seconds(schedule, machine)
-        self.assertBetween(seconds / bound, 1 - 1e-6, 2.5)
+        self.assertBetween(simulator.robust_seconds(schedule, machine) / bound, 1 - 1e-6, 2.5)
 
     def test_a_program_that_is_not_solved_is_an_error(self):
         with (
@@ -102,8 +100,7 @@ class TightBoundTest(parameterized.TestCase):
         self.assertGreaterEqual(own * (1 + 1e-9), lower_bound_seconds(machine, plan.num_sent_bytes))
 
     def test_by_hand(self):
-        # One way up and one down: 10 us + bytes / 25 GB/s each, for all bytes in one pack; in more
-        # packs, copies up and down are at the same time, but each pays 10 us.
+        # One way up and one down: 10 us + bytes / 25 GB/s each.
         machine = preset("fully_connected", 2)
         self.assertAlmostEqual(lower_bound_seconds(machine, 1), 20e-6, delta=0.01 * 20e-6)
         star = in_turn(cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])

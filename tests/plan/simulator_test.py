@@ -27,16 +27,6 @@ def seconds_of(schedule: Plan, topology: Topology, **options: Any) -> float:
     return simulator.simulate(schedule, topology, **options).seconds
 
 
-class ReferenceTest(parameterized.TestCase):
-    # From a simulator of its own, of TensorFlow's two-level trees on a DGX-1.
-    @parameterized.parameters(
-        (100 * MB, 1, 12.04e-3), (100 * MB, 16, 2.08e-3), (25 * MB, 8, 0.81e-3)
-    )
-    def test_tensorflow_trees_on_a_dgx1(self, num_bytes, num_packs, expected):
-        schedule = algorithms.make_plan("hierarchical_copy", DGX1, num_bytes, num_packs)
-        self.assertAlmostEqual(seconds_of(schedule, DGX1) / expected, 1, delta=0.01)
-
-
 def plain_simulation(schedule: Plan, topology: Topology) -> float:
     """First come, first served, as plainly as can be: look at everything whenever anything ends."""
     # For each task: what it waits for, what it holds, how long.

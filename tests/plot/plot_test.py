@@ -124,7 +124,6 @@ class TreesTest(parameterized.TestCase):
     def test_a_wire_for_both_directions_has_no_speed_each_way(self):
         both_ways = [(0, 1), (1, 0)]
         wires = {(1, 2): 5e9, (2, 1): 5e9} | dict.fromkeys(both_ways, 20e9)
-        # Of the links via the host, the legend has the slowest.
         axes = _machine_axes(_machine(3, wires, both_ways, lambda source: (4 + source) * 1e9))
         self.assertEqual(_joined_pairs(axes), {(0, 1), (1, 2)})
         lines = ["5 GB/s each way", "20 GB/s, one way at a time"]
@@ -132,9 +131,8 @@ class TreesTest(parameterized.TestCase):
 
     def test_packs_on_the_same_tree_share_a_picture(self):
         machine = preset("pcie")
-        schedule = algorithms.make_plan("ring", machine, 800, 8)
         with mock.patch.object(plot, "_MAX_TREES", 2):
-            figure = _draw(schedule, machine)
+            figure = _draw(algorithms.make_plan("ring", machine, 800, 8), machine)
         titles = [axes.get_title() for axes in figure.axes[1:]]
         self.assertEqual(titles, ["packs 0, 4\n200 B", "packs 1, 5\n200 B"])
         self.assertStartsWith(figure.subfigs[1].get_suptitle(), "4 copy trees, 2 of them shown")

@@ -56,8 +56,7 @@ def _train(
 
 def synchronous(strategy: Any) -> dict[str, np.ndarray]:
     """Averages after each step; the last batch has one example, so that hosts have none."""
-    averaging = _outer(strategy, 1, _plain) if strategy else None
-    return _train(averaging, _sgd, count=BATCH + 1)
+    return _train(_outer(strategy, 1, _plain) if strategy else None, _sgd, count=BATCH + 1)
 
 
 def alone(strategy: Any) -> dict[str, np.ndarray]:
@@ -103,8 +102,7 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
     results = []
     for _ in range(2):
         backup = tfcdo.keras.BackupAndRestore("backup", STEPS + 1, delete_checkpoint=False)
-        training = _outer(strategy, 3, exchange="int8")
-        results.append(_train(training, _adam, backup))
+        results.append(_train(_outer(strategy, 3, exchange="int8"), _adam, backup))
     whole, resumed = results
     assert len(resumed["loss"]) == 1 < len(whole["loss"])
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}

@@ -57,8 +57,7 @@ def _break(fault: str, here: bool) -> None:
         def step() -> None:
             context = tf.distribute.get_replica_context()
             replica = tf.cast(context.replica_id_in_sync_group, tf.float32)
-            gradient = tf.fill([32], replica + 1.0)
-            variable.assign_add(context.all_reduce("SUM", gradient))
+            variable.assign_add(context.all_reduce("SUM", tf.fill([32], replica + 1.0)))
 
         strategy.run(step)
 
@@ -73,8 +72,7 @@ def _break(fault: str, here: bool) -> None:
 
 
 _STEPS = 24
-# Seconds, late in each step, so that a host is named within 20. A busy machine also delays the
-# other host: the longer the delay, the less that matters.
+# Seconds, late in each step. A busy machine also delays the other host: longer ones show.
 _DELAYS = (0.2, 0.4, 0.8, 1.6)
 
 
@@ -82,7 +80,6 @@ def _delay(fault: str, here: bool, folder: str, delay: str = "0") -> None:
     """Trains with Keras; prints what the strategy knows of delays."""
     os.environ["TFCDO_CACHE_DIR"] = folder
     if fault != "killed":
-        # The machine may be so busy that a host that is well says nothing for ten seconds.
         mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
     options = tf.distribute.experimental.CommunicationOptions(bytes_per_pack=64)
     strategy = tfcdo.MultiWorkerMirroredStrategy(None, options, devices_per_worker=1)
@@ -97,8 +94,7 @@ def _delay(fault: str, here: bool, folder: str, delay: str = "0") -> None:
     with strategy.scope():
         layers = [keras.layers.Input((8,)), keras.layers.Dense(8)]
         if fault == "step" and here:  # It comes in time to the collective that asks for data.
-            slow = keras.layers.Lambda(lambda inputs: _slept(inputs, float(delay)), (8,))
-            layers.insert(1, slow)
+            layers.insert(1, keras.layers.Lambda(lambda inputs: _slept(inputs, float(delay)), (8,)))
         model = keras.Sequential(layers)
         model.compile("sgd", "mse", steps_per_execution=4 if fault == "step" else 1)
     model.fit(data.with_options(sharding), verbose=0)
@@ -132,9 +128,8 @@ def _faulty(index: tf.Tensor, pair: tuple[tf.Tensor, tf.Tensor], fault: str, her
 
 def main(fault: str, *arguments: str) -> None:
     """Trains as one host of a cluster; the fault happens on host 1."""
-    here = json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1
     train: Any = _delay if arguments else _break
-    train(fault, here, *arguments)
+    train(fault, json.loads(os.environ["TF_CONFIG"])["task"]["index"] == 1, *arguments)
 
 
 _TIMEOUT = 180.0

@@ -15,17 +15,13 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from keras_training import TrainingTestCase, model_of
 
 import tfcdo
 from tfcdo import keras_internals, log, strategies, version
 from tfcdo.cluster import protocol
 from tfcdo.plan import copy_tree
 from tfcdo.topology.presets import preset
-
-
-def _refuse_negative(values):
-    with tf.control_dependencies([tf.debugging.assert_non_negative(values)]):
-        return tf.identity(values)
 
 
 class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
@@ -68,7 +64,6 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             gather.assert_called_once()
             self.assertAllEqual(np.concatenate(own, 1), result["uneven"])
             self.assertAllEqual(np.zeros([2, 3]), result["list"][0])
-        # A plain value is there once, in the scope too.
         plain = {"a": tf.constant([1, 2]), "b": [tf.constant([3.0])]}
         for scope in (contextlib.nullcontext(), self.strategy.scope()):
             with scope:
@@ -132,11 +127,10 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(expected, decayed.values[rank])
 
     def test_a_step_that_fails_on_one_replica_counts_on_none(self):
-        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
         inputs = np.ones([4, 2], np.float32)
-        inputs[-1] = -1.0  # On the last replica.
-        with strategy.scope():
-            check = keras.layers.Lambda(_refuse_negative)
+        inputs[-1] = np.nan  # On the last replica.
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            check = keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "bad"))
             model = keras.Sequential([keras.Input([2]), check, keras.layers.Dense(1)])
             model.compile("sgd", "mse")
         model.fit(inputs[:3], inputs[:3, :1], verbose=0)
@@ -194,30 +188,24 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assertNotAllEqual([0.0], model.get_weights()[-1])  # The bias has moved.
 
 
-class MetricsTest(tf.test.TestCase):
-    def history(self, strategy, **options):
-        keras.utils.set_random_seed(3)
-        inputs = np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
-        targets = (inputs.sum(1, keepdims=True) > 0).astype(np.float32)
-        with strategy.scope():
-            dense = keras.layers.Dense(1, "sigmoid")
-            model = keras.Sequential([keras.layers.Input((5,)), dense])
-            model.compile("sgd", "mse", metrics=["accuracy"], **options)
-        return model.fit(inputs, targets, 6, 2, shuffle=False, verbose=0).history
-
+class MetricsTest(TrainingTestCase):
     def test_as_on_one_device(self):
         """Also with Keras 3.7 to 3.9, whose metrics TensorFlow's strategies add up twice."""
-        expected = self.history(tf.distribute.get_strategy(), run_eagerly=True)
-        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
-        self.assertAllClose(expected, self.history(strategy, steps_per_execution=5))
+
+        def make(run_eagerly):
+            options = {"metrics": ["accuracy"], "steps_per_execution": 1 if run_eagerly else 5}
+            return model_of(lambda: [keras.layers.Dense(1)], "sgd", run_eagerly, **options)
+
+        inputs = np.random.default_rng(0).normal(size=(30, 5)).astype(np.float32)
+        targets = (inputs.sum(1, keepdims=True) > 0).astype(np.float32)
+        self.check_as_on_one_device(make, inputs, targets, batch_size=6, epochs=2)
 
     def test_of_keras_that_asks_for_sums_only(self):
         own = {"trainable": False, "dtype": "float32", "aggregation": tf.VariableAggregation.SUM}
         for installed, expected in (("3.6.0", 5.0), ("3.8.0", 3.0), ("3.10.0", 5.0)):
             strategy = tfcdo.MirroredStrategy(tu.device_names(2))
             twice = version.adds_metrics_twice(installed)
-            patch = mock.patch.object(keras_internals, "adds_metrics_twice", twice)
-            with patch, strategy.scope():
+            with mock.patch.object(keras_internals, "adds_metrics_twice", twice), strategy.scope():
                 total = keras.Variable(0.0, trainable=False, aggregation="sum")
                 of_the_user = tf.Variable(0.0, **own)
 
@@ -302,20 +290,15 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
                 for one in (first, other)
             )
             with self.subTest(f"{key}: {left}, {right}"):
-                told = protocol.differences(given, "host 0", others, "host 1")
                 shown = rf"{key}: [^:]*{left}[^:]* on host 0, [^:]*{right}[^:]* on host 1"
-                self.assertRegex(told, shown)
+                self.assertRegex(protocol.differences(given, "host 0", others, "host 1"), shown)
 
     def settings(self, ops=None, exchange=None, **options):
         made = tf.distribute.experimental.CommunicationOptions(**options)
         return strategies._settings(made, ops, exchange or tfcdo.exchange.Sum())
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
-        for call in (
-            tfcdo.MirroredStrategy,
-            tfcdo.MultiWorkerMirroredStrategy,
-            tfcdo.is_chief,
-        ):
+        for call in (tfcdo.MirroredStrategy, tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):
             with (
                 mock.patch.dict(os.environ, {"TF_CONFIG": "{'cluster'"}),
                 self.assertRaisesRegex(ValueError, "TF_CONFIG must be JSON with 'cluster'"),
@@ -377,9 +360,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     def test_reduces_along_an_axis_where_a_replica_has_no_rows(self):
         """As a mask may select none of a replica's."""
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
-        rows = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.ones([context.replica_id_in_sync_group, 2])
-        )
+        rows = tu.distributed(strategy, lambda replica: tf.ones([replica, 2]))
         for mode in (lambda reduce: reduce, tf.function):
             for reduce_op, expected in (("SUM", [3.0, 3.0]), ("MEAN", [1.0, 1.0])):
                 reduced = mode(lambda rows, to=reduce_op: strategy.reduce(to, rows, axis=0))(rows)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import functools
 import gc
 import re
 import weakref
@@ -17,19 +16,10 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 from clusters import other_strategy, scope, weights
-from host_unlike import unlike_correct, unlike_refused  # noqa: F401 - scenarios
-from host_values import all_values, check_all_reduces  # noqa: F401 - a scenario
-from keras_training import dense_data, trained_eagerly
+from host_scenarios import all_values, check_all_reduces, unlike_correct, unlike_refused  # noqa: F401
 
 import tfcdo
 from tfcdo import tf_internals
-
-
-def own_loop(strategy: Any) -> dict[str, np.ndarray]:
-    """Trains in a loop of one's own, on 24 examples: those divide by 2 x 2 replicas."""
-    adam = functools.partial(keras.optimizers.Adam, 0.05, epsilon=1e-3)
-    model = trained_eagerly(1, adam, data=lambda: dense_data(24), strategy=strategy)
-    return weights(strategy, model.weights)
 
 
 def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
@@ -107,9 +97,7 @@ def flat(strategy: Any) -> dict[str, np.ndarray]:
         return reduce(**arguments)
 
     def summed(factor: float) -> Any:
-        numbers = strategy.experimental_distribute_values_from_function(
-            lambda context: tf.constant(factor * given[context.replica_id_in_sync_group])
-        )
+        numbers = tu.distributed(strategy, lambda r: tf.constant(factor * given[r]))
         [total] = extended.batch_reduce_to("SUM", [(numbers, numbers)])
         return np.stack(strategy.experimental_local_results(total))
 
@@ -151,13 +139,11 @@ def functions_end(strategy: Any) -> None:
 
 
 _TIMEOUT = 240.0
-_TRAINING = ("own_loop", "end_of_data", "flat")
+_TRAINING = ("end_of_data", "flat")
 _OTHERS = ("unlike_correct", "unlike_refused", "explained", "all_values", "functions_end")
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
-    # Other numbers of hosts or devices change who sends what, which values and sums show, and not
-    # what a training asks for.
     @parameterized.parameters((2, 2, (*_OTHERS, *_TRAINING)), (3, 1, ("all_values",)))
     def test_as_one_device(self, hosts, devices, names):
         results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)

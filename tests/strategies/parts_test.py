@@ -62,7 +62,6 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         ]
         self.assertEqual(*losses)
 
-    # On three replicas; each batch is checked against numpy's rows.
     @parameterized.named_parameters(*_STRUCTURES)
     def test_structures(self, make):
         dataset = _Dataset.range(1, 18).batch(7).map(make)  # 7, 7 and 3 examples.
@@ -71,8 +70,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         for number, batch in enumerate(dataset):
             own = cut[3 * number : 3 * number + 3]
             rows = [3, 2, 2] if number < 2 else [1, 1, 1]
-            starts = np.cumsum([0, *rows])
-            for part, start, count in zip(own, starts, rows):
+            for part, start, count in zip(own, np.cumsum([0, *rows]), rows):
                 tf.nest.assert_same_structure(batch, part)
                 for whole, mine in zip(tf.nest.flatten(batch), tf.nest.flatten(part), strict=True):
                     if whole is not None:
@@ -101,8 +99,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         ("files", lambda _: tf.data.TextLineDataset([__file__] * 2).batch(6), True, 3, False),
     )
     def test_who_cuts(self, make, several, replicas, expected):
-        dataset = make(_Dataset.range(20))
-        self.assertEqual(expected, parts.is_cut_here(dataset, several, replicas))
+        self.assertEqual(expected, parts.is_cut_here(make(_Dataset.range(20)), several, replicas))
 
     def test_a_dataset_without_batches(self):
         with self.assertRaisesRegex(ValueError, r"must have batches.*call \.batch\(n\) on it"):
@@ -128,9 +125,8 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_orders_that_may_differ(self, expected, make, differing=(), global_seed=None):
         tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
-        session = mock.Mock(**{"differing.return_value": list(differing)})
         with mock.patch.object(log, "warn_once") as warn:
-            parts.prepared(make(), session)
+            parts.prepared(make(), mock.Mock(**{"differing.return_value": list(differing)}))
         self.assertEqual(expected, warn.called)
 
     @parameterized.named_parameters(*_STRUCTURES)
@@ -178,8 +174,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
         expected = results(tf.distribute.get_strategy(), "run_eagerly")
         for one, other in zip(expected, results(strategy, option), strict=True):
             self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
-            types = (tf.nest.map_structure(type, each) for each in (one, other))
-            self.assertEqual(*types)
+            self.assertEqual(*(tf.nest.map_structure(type, each) for each in (one, other)))
 
     @parameterized.parameters("sparse", "ragged")
     def test_composite_tensors(self, kind):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import pathlib
 import sys
 import tempfile
@@ -17,7 +18,7 @@ import tested_versions
 import testing_utils as tu
 import warm_python
 from absl.testing import absltest, parameterized
-from compat_cases import CASES, Case
+from compat import CASES, Case
 from compat_trainings import TRAININGS, Training
 
 from tfcdo.bench import results
@@ -25,11 +26,8 @@ from tfcdo.bench import results
 PAGE = pages.ROOT / "docs" / "compat.md"
 _SERVED = """
 import os
-from tfcdo.bench import worker_pool
-class Served:
-    def run(self, code):
-        return eval(code)
-worker_pool.serve(Served)
+def run(code):
+    return eval(code)
 """
 
 
@@ -38,7 +36,6 @@ class JudgeTest(parameterized.TestCase):
         (3.0, {"expected": 3.0}, "✓", "3.0"),
         (3.0, {"expected": 6.0}, "✗", "3.0 instead of 6.0"),
         (3.0, {"refused": "shape"}, "✗", "accepts it and gives 3.0"),
-        # An error is good if it is wanted and names the argument.
         (ValueError("shape: 1, 2"), {"refused": "shape"}, "✓", "ValueError: shape: 1, 2"),
         (ValueError("wrong"), {"refused": "shape"}, "✗", "ValueError: wrong"),
         (ValueError("shape"), {"expected": 3.0}, "✗", "ValueError: shape"),
@@ -63,8 +60,12 @@ class JudgeTest(parameterized.TestCase):
 class RunTest(absltest.TestCase):
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
         codes = ["os.environ['X']", "os._exit(7)", "2"]
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        pathlib.Path(folder, "served.py").write_text(_SERVED)
+        variables = {"X": "x", "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
         self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
-        results = pages.call_apart(["-c", _SERVED], [{"code": code} for code in codes], 99.0, X="x")
+        calls = [{"code": code} for code in codes]
+        results = pages.call_apart("served", calls, 99.0, **variables)
         self.assertEqual([*results], ["x", None, 2])
 
 
@@ -93,13 +94,12 @@ class PageTest(absltest.TestCase):
         page = PAGE.read_text(encoding="utf-8")
         if f"TensorFlow {tf.__version__}," not in page:
             self.skipTest(f"docs/compat.md is not of TensorFlow {tf.__version__}")
-        lines = page.splitlines()
         self.enter_context(tu.kernels_for("GPU"))
         for name, case in CASES.items():
             with self.subTest(name):
                 row = case.row("tfcdo")
                 self.assertEqual(row.mark, "✓", row.text)
-                (line,) = (line for line in lines if line.startswith(f"| {name} |"))
+                (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
                 self.assertEndsWith(line, f"| {row.cell} |")
 
 
@@ -120,7 +120,6 @@ class PerformanceTest(absltest.TestCase):
             row = performance.row("-g 4", compared)
         self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
         floor.assert_called_once_with(4, 100)
-        # Rows of hosts end with computing alone.
         kinds = {performance.HOSTS: 0.003, performance.ALONE: 0.001}
         hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
         row = performance.row("workers 2", hosts)

@@ -46,7 +46,6 @@ class DetectTest(parameterized.TestCase):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         self.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))
-        # A module that is loaded again remembers nothing, as in a new process.
         for module in (log, detection):
             importlib.reload(module)
 
@@ -96,10 +95,7 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("shared_memory", 2))
 
     @parameterized.parameters(
-        ("GPU:0", "CPU:0"),
-        ("", "GPU:0"),
-        ("TPU:0", "TPU:1"),
-        ("nonsense", "CPU:0"),
+        *(("GPU:0", "CPU:0"), ("", "GPU:0"), ("TPU:0", "TPU:1"), ("nonsense", "CPU:0")),
         ("/job:worker/task:0/device:GPU:0", "/job:worker/task:1/device:GPU:0"),
         ("/job:worker/task:0/device:CPU:0", "/job:worker/task:1/device:CPU:0"),
     )

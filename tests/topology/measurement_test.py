@@ -35,7 +35,6 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         self.assertEqual((parts[0], parts[-1]), (0.0, 1.0))
         self.assertRegex(found.name, "^measured 3 CPU devices of .* with [0-9]+ cores$")
         self.assertTrue(found.is_measured)
-        # Virtual devices hand tensors over, and add with the same cores.
         self.assertEqual((found.bandwidth(0, 2), found.latency(1, 0)), (math.inf, 0.0))
         self.assertTrue(found.serial_reduction)
         # How large they are is not asserted: so little is timed that a busy machine could upset it.
@@ -105,8 +104,7 @@ def _half_duplex() -> Topology:
 
 class InferenceTest(parameterized.TestCase):
     @parameterized.parameters(
-        # Fast links without a common device are not tried together: of the 66 pairs of 12 links,
-        # 12 of one source, 12 of one target, and 6 back and forth.
+        # Only pairs of links with a common device are tried: 12 + 12, and 6 back and forth.
         (preset("nvswitch", 4), 0.0, 30),
         (preset("pcie", 4), 0.1),
         (preset("dgx1").subset([0, 1, 2, 4, 5]), 0.1),

@@ -79,7 +79,6 @@ class TraceTest(tf.test.TestCase):
         edges = [*edges_of_star(0, 0), *edges_of_star(1, 1)]
         self.assertCountEqual(edges_of(recorded.runs), edges * _STEPS)
         self.assertGreaterEqual(min(run.seconds for run in recorded.runs), 0.0)
-        # Within a step nothing arrives before it was sent.
         (by_scope,) = recorded.runs_of_step().values()
         for added in (run for run in by_scope if run.kind == profile.ADD):
             for run in by_scope:
@@ -101,7 +100,6 @@ class TraceTest(tf.test.TestCase):
         all_ops, ran, planned = ([bar for bar in bars if bar["pid"] == pid] for pid in (1, 2, 3))
         self.assertIn("computation/", " ".join(bar["name"] for bar in all_ops))
         self.assertLen(ran, 2 * 5 * _STEPS)
-        # One step, from when the all-reduce of the typical step began.
         self.assertLen(planned, 2 * (4 + 2))
         begin = min(run.start for run in by_scope)
         self.assertGreater(begin, 0.0)
@@ -135,8 +133,7 @@ class OtherPlansTest(tf.test.TestCase):
         self.assertEqual(before, recently_planned())
 
     def test_copies_that_are_cast_are_found(self):
-        ops = tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16")
-        step = step_on(ops, range(_DEVICES))
+        step = step_on(tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16"), range(_DEVICES))
         step()
         self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 1))
 
@@ -168,8 +165,7 @@ def _op(name: str, start: float, end: float, op: str = "Add", *ends: str) -> Eve
 
 class SummaryTest(absltest.TestCase):
     def test_shares(self):
-        # A step of 10 s: all-reduce from 2 to 6, of which a computation hides 1 s; one of 20 s
-        # with an all-reduce of 2 s; and a call without any.
+        # All-reduces from 2 to 6, of which a computation hides 1 s, and from 12 to 14.
         call = "EagerLocalExecute: __inference_step_1"
         events = [
             _op(call, 0, 10, ""), _op("a", 0, 3), _op("tfcdo/fuse/x", 2, 5),
@@ -238,9 +234,8 @@ class CommandTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(sys, "path", list(sys.path)))
         command = ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
         status, output, errors = run_tfcdo(*command)
-        files = sorted(file.name for file in folder.iterdir())
         self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
-        return status, output + errors, files
+        return status, output + errors, sorted(file.name for file in folder.iterdir())
 
     def test_a_script_with_a_status_of_its_own(self):
         status, output, files = self.run_trace()
@@ -288,14 +283,13 @@ class TraceSummaryTest(absltest.TestCase):
         self.assertRegex(output.getvalue(), f"^{line}{line}$")
 
     def test_where_something_else_profiles(self):
-        callback = tfcdo.keras.TraceSummary(skip=0)
         error = tf.errors.AlreadyExistsError(None, None, "another profiler")
         log.warn_once.cache_clear()
         with (
             mock.patch.object(callbacks.Profiler, "start", side_effect=error),
             self.assertLogs(level="WARNING") as logged,
         ):
-            self.run_epoch(callback, 0, lambda: None)
+            self.run_epoch(tfcdo.keras.TraceSummary(skip=0), 0, lambda: None)
         self.assertLen(logged.output, 1)
         self.assertIn("set profile_batch=0", logged.output[0])
 

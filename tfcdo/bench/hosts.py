@@ -98,10 +98,12 @@ class LinkError(RuntimeError):
 
 @dataclasses.dataclass(frozen=True)
 class Loopback:
-    """A loopback interface."""
+    """A loopback interface; by default the machine's own, which other programs also use."""
 
-    command: tuple[str, ...]  # The words before a program's command that start it on this link.
-    counters: pathlib.Path  # The file that counts the bytes that have crossed it.
+    # The words before a program's command that start it on this link.
+    command: tuple[str, ...] = ()
+    # The file that counts the bytes that have crossed it.
+    counters: pathlib.Path = pathlib.Path("/proc/net/dev")
 
     def count_bytes(self) -> int:
         """Returns how many bytes have crossed the link, in both directions, with all headers."""
@@ -144,11 +146,6 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
             yield Loopback((*enter, "--target", str(holder.pid)), counters)
         finally:
             holder.kill()
-
-
-def shared_link() -> Loopback:
-    """Returns the machine's own loopback interface, which other programs also use."""
-    return Loopback((), pathlib.Path("/proc/net/dev"))
 
 
 @contextlib.contextmanager

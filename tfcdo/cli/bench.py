@@ -205,7 +205,7 @@ def workers(
                     raise click.ClickException(f"--rate: {error}") from error
                 text = "Counting all bytes on the machine's loopback, also other programs'"
                 console.print(f"{text}: {error}")
-                opened = hosts.shared_link()
+                opened = hosts.Loopback()
             track = stack.enter_context(options.progress())
             found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track)
     except worker_pool.WorkerError as error:

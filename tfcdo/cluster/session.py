@@ -53,6 +53,7 @@ class Session:
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
+        self._texts: set[str] = set()  # That this host, the chief, has made.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -93,9 +94,10 @@ class Session:
         """Returns a text that only the chief makes, once all hosts ask for it."""
         name = f"text/{digest(description)}"
         with self._lock:
-            if self.cluster.is_chief and self.store.get(name, 0.01) is None:
+            if self.cluster.is_chief and name not in self._texts:
                 # Before the hosts agree, so that the other hosts need not wait for it.
                 self.store.set(name, make())
+                self._texts.add(name)
         self.agree(description)
         text = self.store.get(name, self.timeout)
         if text is None:

@@ -36,7 +36,7 @@ class PackSpec:
         """Returns the number of elements; 0 if it is not known, which only `Sum` meets."""
         if any(None in shape for shape in self.shapes):
             return 0
-        return sum(math.prod(filter(None, shape)) * (0 not in shape) for shape in self.shapes)
+        return sum(map(math.prod, self.shapes))  # type: ignore[arg-type]
 
     @property
     def num_bytes(self) -> int:

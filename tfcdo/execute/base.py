@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import collections
 import copy
 import dataclasses
+import functools
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
@@ -16,8 +18,10 @@ from tfcdo.execute.between import Network
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.interpreter import Owned
+from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
+from tfcdo.plan.algorithms import deal_owners
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
 from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
@@ -203,19 +207,57 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
+        dtype = tf.as_dtype(dtype)
+        if devices is None and self._network is not None:
+            devices = self._network.devices
+        names = explain.device_names(devices)
+        if not isinstance(shapes, Iterable):
+            raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
+        known = list(map(tf.TensorShape, shapes))
+        for index, shape in enumerate(known):
+            if not shape.is_fully_defined():
+                raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
+        sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
+        sharded = shard_optimizer_state and len(names) > 1
+        owners = deal_owners(sizes, len(names)) if sharded else ()
+        found: list[tuple[Group, Plan]] = []
 
-        def emit(reductions: Sequence[Reduction]) -> list[tuple[Group, Plan]]:
-            found = self._plans_of("sum", reductions)
+        def all_reduce() -> None:
+            values = []
+            for shape in known:
+                placeholder = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
+                values.append(tf_internals.per_replica(on_each(names, placeholder)))
+            if sharded:
+                reductions = request.check_owned(values, owners, names)
+            else:
+                reductions = request.check_pairs([(value, value) for value in values])
+            found.extend(self._plans_of("sum", reductions))
             for group, plan in found:
                 sums = interpreter.reduce_group(
                     group, plan, self._network, None, self._accumulate, remembered=False
                 )
-                if group.batch.has_owners:
+                if sharded:
                     interpreter.broadcast(plan, list(sums.values()), group.devices)
-            return found
 
-        known = devices if devices is not None or self._network is None else self._network.devices
-        return explain.explain(repr(self), shapes, dtype, known, emit, shard_optimizer_state)
+        graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
+        types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
+        owned = [0] * len(names) if sharded else []
+        for owner, size in zip(owners, sizes):
+            owned[owner] += size
+        by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
+        for _, plan in found:
+            by_edge.update(plan.bytes_by_edge())
+        return Explanation(
+            repr(self),
+            found[0][0].devices if found else names,
+            found[0][1].algorithm if found else "nothing",
+            found[0][1].why if found else "the batch is empty",
+            tuple(pack for _, plan in found for pack in plan.packs),
+            dict(by_edge),
+            dict(collections.Counter(types)),
+            sum(plan.bytes_between_hosts for _, plan in found),
+            tuple(owned),
+        )
 
     def reset_error_feedback(self) -> None:
         """Sets the rounding errors that are kept for the next step to 0.
@@ -291,11 +333,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         chosen = self._options_of(options)
         found = request.grouped(op, reductions, chosen, self._network, root, user)
         return [(group, self._plan(group, chosen)) for group in found]
-
-    @property
-    def is_one_device(self) -> bool:
-        """Returns whether everything is reduced on one device."""
-        return self._options.one_device
 
     def _options_of(self, options: Any) -> Options:
         """Returns the choices for one call, with the caller's `bytes_per_pack`."""

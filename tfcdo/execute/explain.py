@@ -1,21 +1,16 @@
-"""Explaining a plan: its packs, trees and bytes, and the ops that it becomes in a graph."""
+"""Explanations of plans: packs, trees and bytes, and the ops that a plan becomes in a graph."""
 
 from __future__ import annotations
 
-import collections
 import dataclasses
-import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from collections.abc import Mapping, Sequence
 
 import tensorflow as tf
 
-from tfcdo import checks, tf_internals
-from tfcdo.execute import numerics
-from tfcdo.execute.request import Group, Reduction, check_device, check_owned, check_pairs
-from tfcdo.plan.algorithms import deal_owners
+from tfcdo import checks, tf_internals, virtual_devices
+from tfcdo.execute.request import check_device
 from tfcdo.plan.copy_tree import CopyTree
-from tfcdo.plan.plan import Pack, Plan
+from tfcdo.plan.plan import Pack
 
 _MAX_LINES = 8  # For each kind of line, so that an explanation fits on a screen.
 
@@ -90,80 +85,17 @@ class Explanation:
         ]
 
 
-def explain(
-    ops: str,  # The object's `repr`.
-    shapes: Iterable[Any],
-    dtype: Any,
-    devices: Sequence[str] | None,
-    # Creates ops; returns their plans.
-    emit: Callable[[Sequence[Reduction]], list[tuple[Group, Plan]]],
-    shard_optimizer_state: bool = False,
-) -> Explanation:
-    """Explains how a class sums a batch of values; see `ConfiguredCrossDeviceOps.explain`."""
-    dtype = tf.as_dtype(dtype)
-    names = _device_names(devices)
-    if not isinstance(shapes, Iterable):
-        raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
-    known = list(map(tf.TensorShape, shapes))
-    for index, shape in enumerate(known):
-        if not shape.is_fully_defined():
-            raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
-    found: list[tuple[Group, Plan]] = []
-    sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
-    sharded = shard_optimizer_state and len(names) > 1
-    owner = deal_owners(sizes, len(names)) if sharded else ()
-
-    def all_reduce() -> None:
-        values = [_placeholders(shape, dtype, names) for shape in known]
-        pairs = (
-            check_owned(values, owner, names)
-            if sharded
-            else check_pairs([(value, value) for value in values])
-        )
-        found.extend(emit(pairs))
-
-    graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
-    types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
-    owned = [0] * len(names)
-    if sharded:
-        for size, device in zip(sizes, owner, strict=True):
-            owned[device] += size
-    by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
-    for _, plan in found:
-        by_edge.update(plan.bytes_by_edge())
-    return Explanation(
-        ops,
-        found[0][0].devices if found else names,
-        found[0][1].algorithm if found else "nothing",
-        found[0][1].why if found else "the batch is empty",
-        tuple(pack for _, plan in found for pack in plan.packs),
-        dict(by_edge),
-        dict(collections.Counter(types)),
-        sum(plan.bytes_between_hosts for _, plan in found),
-        tuple(owned) if sharded else (),
-    )
-
-
-def _device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
+def device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
+    """Returns the full names of the devices that an explanation is for; see its argument."""
     if devices is None and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None:
-        this_host = tf_internals.canonical_device("CPU:0").removesuffix("CPU:0")
-        for kind in ("GPU", "CPU"):
-            logical = [
-                tf_internals.canonical_device(device.name)
-                for device in tf.config.list_logical_devices(kind)
-            ]
-            devices = devices or [name for name in logical if name.startswith(this_host)]
+        kind, count = virtual_devices.devices_here(None)
+        devices = [f"{kind}:{index}" for index in range(count)]
     names = checks.check_device_list(devices)
     for name in names:
         check_device("each of devices", name)
     return tuple(tf_internals.canonical_device(name) for name in names)
-
-
-def _placeholders(shape: tf.TensorShape, dtype: tf.DType, devices: Sequence[str]) -> Any:
-    make = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
-    return tf_internals.per_replica(numerics.on_each(devices, make))
 
 
 def _pack(pack: Pack) -> str:

@@ -51,10 +51,8 @@ class Residuals:
             key = f"{self._name}_device{device}_{name}"
             if key not in self.variables:
                 self._initial[key] = initial
-                with tf.init_scope():
-                    with tf.device(self._devices[device]):
-                        value = tf.convert_to_tensor(initial())
-                        self.variables[key] = tf_internals.plain_variable(value)
+                with tf.init_scope(), tf_internals.plain_variables(self._devices[device]):
+                    self.variables[key] = tf.Variable(initial)
                     self._add(key, self.variables[key])
             return self.variables[key]
 
@@ -102,10 +100,10 @@ class ErrorFeedback(tf_internals.Trackable):
         self._kept: dict[str, dict[tuple[Hashable, int], Residuals]] = {}
         # Values from a backup, for variables that do not exist yet.
         self._restored: dict[str, Any] = {}
-        # How many batches of each structure each graph has reduced so far.
-        self._turns: weakref.WeakKeyDictionary[Any, collections.Counter[str]] = (
-            weakref.WeakKeyDictionary()
-        )
+        # For each graph, counts the batches of each structure that it has reduced so far.
+        self._turns: weakref.WeakKeyDictionary[
+            Any, collections.defaultdict[str, itertools.count[int]]
+        ] = weakref.WeakKeyDictionary()
 
     @property
     def by_name(self) -> dict[str, tf.Variable]:
@@ -149,14 +147,9 @@ class ErrorFeedback(tf_internals.Trackable):
             if tf.executing_eagerly():
                 return self._of(key, (None, 0), [], devices)
             function, holders = tf_internals.function_being_traced()
-            return self._of(key, (function, self._turn(key)), holders, devices)
-
-    def _turn(self, key: str) -> int:
-        """Counts the batches of a structure in the function that is being traced."""
-        graph = tf_internals.graph_of_function()
-        counter = self._turns.setdefault(graph, collections.Counter())
-        counter[key] += 1
-        return counter[key] - 1
+            graph = tf_internals.graph_of_function()
+            turns = self._turns.setdefault(graph, collections.defaultdict(itertools.count))
+            return self._of(key, (function, next(turns[key])), holders, devices)
 
     def _of(
         self, key: str, place: tuple[Hashable, int], holders: Sequence[Any], devices: Sequence[str]

@@ -371,15 +371,14 @@ def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str
     packed: list[Held] = [[None] * len(plan.nodes) for _ in plan.packs]
     dtypes = {part.value: pack.dtype for pack in plan.packs for part in pack.slices}
     for node in range(plan.replicas):
-        device = devices[node]
-        with tf.device(device):
+        with tf.device(devices[node]):
             parts: dict[Slice, Any] = {}
             for index, slices in enumerate(plan.slices_of):
-                value = values[index][node]
+                value, dtype = values[index][node], dtypes[index]
                 if plan.values[index].table:
-                    value = numerics.cast(rows.to_table(value, device), value.dtype, device)
-                if dtypes[index]:  # A gather mixes dtypes.
-                    value = numerics.cast(value, tf.as_dtype(dtypes[index]), device)
+                    value = tf.cast(rows.to_table(value), value.dtype)
+                if dtype and value.dtype != dtype:  # A gather mixes dtypes.
+                    value = tf.cast(value, dtype)
                 parts.update(zip(slices, _cut(value, slices), strict=True))
             for pack, held in zip(plan.packs, packed, strict=True):
                 held[node] = [_fuse(tensor, parts) for tensor in pack.tensors]

@@ -21,8 +21,7 @@ _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DT
 # `CollectiveReduceV2` adds: sums of integers are correct modulo their size in wider ones too, and a
 # complex number is two real ones.
 _SUMMED_AS = {
-    tf.float16: tf.float32,
-    tf.bfloat16: tf.float32,
+    **_WIDER,
     tf.int8: tf.int32,
     tf.int16: tf.int32,
     tf.uint8: tf.int32,
@@ -67,17 +66,6 @@ def upcast(value: tf.Tensor) -> tf.Tensor:
     """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
     # No call where nothing is cast: with thousands of values, calls take noticeable time.
     return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
-
-
-def cast(value: Any, dtype: tf.DType, device: str) -> Any:
-    """Casts a tensor or `tf.IndexedSlices` on its own device; `""` if that is not known."""
-    if value.dtype == dtype:
-        return value
-    if isinstance(value, tf.IndexedSlices):
-        rows = cast(value.values, dtype, device)
-        return tf.IndexedSlices(rows, value.indices, value.dense_shape)
-    with tf.device(device or None):
-        return tf.cast(value, dtype)
 
 
 def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:

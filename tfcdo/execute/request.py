@@ -14,6 +14,9 @@ from tfcdo.execute.between import Network, device_number
 from tfcdo.plan.decide import Options
 from tfcdo.plan.plan import Batch, Request, ValueSpec
 
+# The public name is a function that makes one.
+_OPTIONS = type(tf.distribute.experimental.CommunicationOptions())
+
 
 @dataclasses.dataclass(frozen=True)
 class Reduction:
@@ -60,20 +63,10 @@ def check_count(name: str, value: Any) -> int:
 
 def check_options(options: Any, name: str = "options") -> None:
     """Raises `TypeError` unless the argument `name` is None or a `CommunicationOptions`."""
-    if options is not None and not isinstance(options, tf_internals.OPTIONS_TYPE):
+    if options is not None and not isinstance(options, _OPTIONS):
         raise TypeError(
             f"{name} must be a tf.distribute.experimental.CommunicationOptions or None; "
             f"got {brief(options)}"
-        )
-
-
-def check_cross_device_ops(ops: Any) -> None:
-    """Raises `TypeError` unless `ops` is None or a `tf.distribute.CrossDeviceOps`."""
-    # TensorFlow accepts anything, even a class, and fails in the first reduction.
-    if ops is not None and not isinstance(ops, tf.distribute.CrossDeviceOps):
-        raise TypeError(
-            "cross_device_ops must be an object such as tfcdo.AutoAllReduce(), or None; "
-            f"got {brief(ops)}"
         )
 
 
@@ -325,8 +318,8 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     if not device:
         # So a strategy names the device of a tensor that all replicas share, in a traced function
         # that got it as an argument.
-        if devices := tf_internals.devices_of_strategy():
-            return devices
+        if tf.distribute.in_cross_replica_context():
+            return tuple(tf.distribute.get_strategy().extended.worker_devices)
         raise ValueError(
             f"destinations must name at least one device; got {brief(destinations)}, which has none"
         )

@@ -104,7 +104,7 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
             ones = tf.IndexedSlices(
                 tf.ones_like(part.indices, tf.int32), part.indices, part.dense_shape
             )
-        tables.append((to_table(part, device), to_table(ones, device)))
+            tables.append((to_table(part), to_table(ones)))
     total, touched = copy_trees.reduce_up(tree, tables, devices, numerics.add)
     with tf.device(devices[tree.root]):
         there = tf.reshape(tf.where(touched > 0), [-1])
@@ -188,14 +188,12 @@ def _with_indices_as(part: tf.IndexedSlices, dtype: tf.DType) -> tf.IndexedSlice
     return tf.IndexedSlices(part.values, tf.cast(part.indices, dtype), part.dense_shape)
 
 
-def to_table(part: tf.IndexedSlices, device: str) -> tf.Tensor:
+def to_table(part: tf.IndexedSlices) -> tf.Tensor:
     """Returns the table that slices with a `dense_shape` stand for, 16-bit floats in 32 bits."""
     # Rows of negative index are left out, and an index that is too large is an error on a CPU, as
     # in `tf.convert_to_tensor`.
-    with tf.device(device or None):
-        values = numerics.upcast(part.values)
-        count = tf.cast(part.dense_shape, tf.int64)[0]
-        return tf.math.unsorted_segment_sum(values, part.indices, count)
+    count = tf.cast(part.dense_shape, tf.int64)[0]
+    return tf.math.unsorted_segment_sum(numerics.upcast(part.values), part.indices, count)
 
 
 def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:

@@ -76,8 +76,8 @@ def resumable_dataset(
     checks.check_int("seed", seed, at_least=0, at_most=2**63 - 1)
     checks.check_bool("shuffle", shuffle)
     size, take = _random_access(data)
-    with tf.device("/cpu:0"), tf.init_scope():
-        first = tf_internals.plain_variable(tf.constant(0, tf.int64))
+    with tf_internals.plain_variables("/cpu:0"):
+        first = tf.Variable(0, dtype=tf.int64)
 
     def examples(positions: tf.Tensor) -> Any:
         return take(_indices(positions, size, seed) if shuffle else positions % size)

@@ -19,7 +19,7 @@ from tfcdo.training import step, updates
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
-FORMAT = 1
+FORMAT = 2
 _CHUNK = 64 << 20  # Bytes that hosts exchange at once; 4 divides it.
 
 # How values of replicas become values of another number of replicas.
@@ -140,7 +140,7 @@ def _joined(strategy: tf.distribute.Strategy, own: np.ndarray) -> bytes:
 def build(model: keras.Model, header: Mapping[str, Any]) -> None:
     """Makes the variables of the optimizers of a saved state, as that training's steps have."""
     weights = model.weights
-    for name, indices in _built_of(header).items():
+    for name, indices in header["built"].items():
         optimizer = keras_internals.optimizers_of(model).get(name)
         if optimizer is not None and max(indices or [0]) < len(weights):
             known = [weights[i] for i in indices or ()]
@@ -161,12 +161,6 @@ def _built(model: keras.Model) -> dict[str, list[int] | None]:
     return built
 
 
-def _built_of(header: Mapping[str, Any]) -> dict[str, list[int] | None]:
-    # Earlier versions saved one optimizer.
-    built: dict[str, list[int] | None] = header.get("built", {"optimizer": None})
-    return built
-
-
 def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str) -> None:
     """Raises a ValueError unless a saved state is one of this model and optimizer."""
     remedy = "give each training a backup_dir of its own, or remove this one"
@@ -182,7 +176,7 @@ def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str)
             f"{'/'.join(_optimizer_names(model)) or None}; {remedy}"
         )
     saved = [tuple(map(str, variable[:3])) for variable in header["variables"]]
-    present = [tuple(map(str, slot.signature)) for slot in _slots(model, _built_of(header))]
+    present = [tuple(map(str, slot.signature)) for slot in _slots(model, header["built"])]
     for index, (one, other) in enumerate(zip(saved, present, strict=False)):
         # The path of an optimizer's variable has the scopes in which it was built: a first step's,
         # or none here. Its name has the path of the model's variable.
@@ -202,8 +196,8 @@ def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str)
 def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
     """Gives a model and its optimizer a saved state, except for the metrics."""
     strategy = model.distribute_strategy
-    _assign(strategy, _slots(model, _built_of(header)), "v", header, header["variables"], arrays)
-    if _SHARED_SEED in arrays:  # Earlier versions did not save it.
+    _assign(strategy, _slots(model, header["built"]), "v", header, header["variables"], arrays)
+    if _SHARED_SEED in arrays:  # The training has drawn without a seed.
         for component in _shared_seed():
             component.assign(arrays[_SHARED_SEED])
     host, hosts = host_of(strategy)

@@ -34,22 +34,18 @@ from tfcdo.topology.topology import Topology, check_topology
 Algorithm: TypeAlias = "str | Sequence[CopyTree] | Plan"
 
 
-def _of_each_root(tree: Callable[[int, int], CopyTree]) -> Callable[[int], tuple[CopyTree, ...]]:
-    """Returns a function that returns one tree for each device, rooted there."""
-    return lambda num_devices: tuple(tree(num_devices, root) for root in range(num_devices))
-
-
-# The trees of each algorithm over a number of devices; pack i is sent along the i-th of them.
+# The shape of the trees of each algorithm, for a number of devices and a root. Pack i is sent along
+# the tree that is rooted at device i; `one_device` has one tree for all packs.
 # Ring: Patarasuk and Yuan, "Bandwidth Optimal All-reduce Algorithms for Clusters of Workstations",
 # 2009. Shuffle (pairwise exchange) and halving-doubling (at distances 1, 2, 4, ...): Thakur,
 # Rabenseifner and Gropp, "Optimization of Collective Communication Operations in MPICH", 2005.
 # Hierarchical copy: `tf.distribute.HierarchicalCopyAllReduce`.
-CLASSICS: Mapping[str, Callable[[int], tuple[CopyTree, ...]]] = {
-    "one_device": lambda num_devices: (copy_tree.star(num_devices),),
-    "ring": _of_each_root(copy_tree.chain),
-    "shuffle": _of_each_root(copy_tree.star),
-    "halving_doubling": _of_each_root(copy_tree.binomial),
-    "hierarchical_copy": _of_each_root(copy_tree.two_level),
+CLASSICS: Mapping[str, Callable[[int, int], CopyTree]] = {
+    "one_device": copy_tree.star,
+    "ring": copy_tree.chain,
+    "shuffle": copy_tree.star,
+    "halving_doubling": copy_tree.binomial,
+    "hierarchical_copy": copy_tree.two_level,
 }
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 # With more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
@@ -114,7 +110,9 @@ def make_plan(
       (8, 100, 3)
     """
     check_topology(topology)
-    checks.check_sizes(num_bytes, num_packs)
+    checks.check_int("num_bytes", num_bytes, at_least=0)
+    if num_packs is not None:
+        checks.check_int("num_packs", num_packs, at_least=1)
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")
@@ -147,7 +145,9 @@ def _make_plan(algorithm: str, topology: Topology, num_bytes: int, num_packs: in
         algorithm = fastest_algorithm(topology, num_bytes, num_packs)
     if algorithm == "packed_trees":
         return packed_trees.packed_trees(topology, num_bytes, num_packs)
-    return make_plan(CLASSICS[algorithm](topology.num_devices), topology, num_bytes, num_packs)
+    shape, count = CLASSICS[algorithm], topology.num_devices
+    roots = range(1 if algorithm == "one_device" else count)
+    return make_plan([shape(count, root) for root in roots], topology, num_bytes, num_packs)
 
 
 def fastest_algorithm(topology: Topology, num_bytes: int, num_packs: int | None = None) -> str:

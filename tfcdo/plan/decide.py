@@ -192,16 +192,6 @@ class _Group(NamedTuple):
     owner: int | None
 
 
-class _Way(NamedTuple):
-    """How a group is packed, along which trees, and for readers a name and the reason."""
-
-    packing: PackingOptions
-    algorithm: algorithms.Algorithm | None  # None where NCCL adds, without trees.
-    topology: Topology
-    name: str
-    why: str
-
-
 def _all_reduced(
     batch: Batch, options: Options, machine: Machine
 ) -> tuple[tuple[Pack, ...], str, str]:
@@ -209,13 +199,8 @@ def _all_reduced(
     packs: list[Pack] = []
     reasons: list[tuple[int, str, str]] = []
     for group, values in _groups(batch, options, machine).items():
-        cast = group.wire.dtype if group.wire else None
-        num_bytes = sum(
-            (value.size or 0) * dtypes.itemsize(cast or value.dtype) for value in values.values()
-        )
-        dtype = next(iter(values.values())).dtype
-        way = _way(batch, group, dtype, num_bytes, options, machine)
-        reasons.append((num_bytes, way.name, way.why))
+        made, reason = _packed(batch, group, values, options, machine)
+        reasons.append(reason)
         offset = len(packs)
         packs += [
             dataclasses.replace(
@@ -224,7 +209,7 @@ def _all_reduced(
                 root=_root_step(batch, pack, group.exchange, group.owner),
                 after=None if pack.after is None else pack.after + offset,
             )
-            for pack in algorithms.pack(values, way.packing, way.algorithm, way.topology, cast)
+            for pack in made
         ]
     if not reasons:
         return (), "nothing", "the batch is empty"
@@ -245,11 +230,14 @@ def _groups(batch: Batch, options: Options, machine: Machine) -> dict[_Group, di
     return groups
 
 
-def _way(
-    batch: Batch, group: _Group, dtype: str, num_bytes: int, options: Options, machine: Machine
-) -> _Way:
-    """Decides how a group of some bytes is summed: on an owner, by NCCL, or along trees."""
+def _packed(
+    batch: Batch, group: _Group, values: dict[int, ValueSpec], options: Options, machine: Machine
+) -> tuple[list[Pack], tuple[int, str, str]]:
+    """Packs a group for an owner, NCCL, or trees; also returns its bytes, a name and the reason."""
+    cast = group.wire.dtype if group.wire else None
+    num_bytes = sum((one.size or 0) * dtypes.itemsize(cast or one.dtype) for one in values.values())
     how, topology = _packing(options, group.exchange), machine.topology
+    algorithm: algorithms.Algorithm | None
     if group.owner is not None:
         reason = "with shard_optimizer_state each sum is formed on one device, along a copy tree"
         if options.require_nccl:
@@ -258,18 +246,21 @@ def _way(
             log.warn_once(f"NCCL was requested but is not used; using copy trees: {reason}")
         # An owner has one tree, whose root it is.
         how = dataclasses.replace(how, num_packs=0 if how.num_packs == 0 else 1)
-        tree = _owner_tree(options, topology, group.owner, batch.num_bytes)
+        algorithm = (_owner_tree(options, topology, group.owner, batch.num_bytes),)
+        name = "owners"
         why = "each device updates its share of the variables (shard_optimizer_state)"
-        return _Way(how, (tree,), topology, "owners", why)
-    if group.nccl is not None:
+    elif group.nccl is not None:
         how = dataclasses.replace(how, num_packs=1 if how.num_packs is None else how.num_packs)
-        return _Way(how, None, topology, "NCCL", group.nccl)
-    if group.wire is not None:
-        wider = dtypes.itemsize(dtype) / dtypes.itemsize(group.wire.dtype)
-        topology = topology.with_slower_additions(wider)
-    algorithm = _algorithm(options, topology, num_bytes)
-    name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
-    return _Way(how, algorithm, topology, name, why)
+        algorithm, name, why = None, "NCCL", group.nccl  # Without trees.
+    else:
+        if cast is not None:
+            added = next(iter(values.values())).dtype
+            wider = dtypes.itemsize(added) / dtypes.itemsize(cast)
+            topology = topology.with_slower_additions(wider)
+        algorithm = _algorithm(options, topology, num_bytes)
+        name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
+    packs = algorithms.pack(values, how, algorithm, topology, cast)
+    return packs, (num_bytes, name, why)
 
 
 def _why_nccl(
@@ -419,8 +410,7 @@ def _rows(
     elif tree is not None:
         trees = (tree,) * len(groups)
     else:
-        algorithm = _algorithm(options, machine.topology, 0)
-        trees = _trees(algorithm, machine.topology, len(groups))
+        trees = _trees(options, machine.topology, len(groups))
     root = RootStep(divide=batch.divide, update=batch.has_owners)
     return tuple(
         Pack(
@@ -439,7 +429,7 @@ def _rows(
 def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, ...]:
     """Gathers all values together, along one tree."""
     if batch.is_all_reduce and batch.root is None:
-        [tree] = _trees(_algorithm(options, machine.topology, 0), machine.topology, 1)
+        [tree] = _trees(options, machine.topology, 1)
         to = None
     else:
         root = batch.requests[0].to[0] if batch.root is None else batch.root
@@ -450,11 +440,9 @@ def _gathered(batch: Batch, options: Options, machine: Machine) -> tuple[Pack, .
     return (Pack("concat", tensors, "", tree, to=to),)
 
 
-def _trees(
-    algorithm: algorithms.Algorithm, topology: Topology, count: int, num_bytes: int = 0
-) -> tuple[CopyTree, ...]:
-    """Returns the algorithm's trees in turn; if sizes are not known, the trees for tiny values."""
-    return algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
+def _trees(options: Options, topology: Topology, count: int) -> tuple[CopyTree, ...]:
+    """Returns the algorithm's trees in turn; sizes are not known, so the trees for tiny values."""
+    return algorithms.make_plan(_algorithm(options, topology, 0), topology, count, count).trees
 
 
 def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int) -> CopyTree:
@@ -464,7 +452,7 @@ def _owner_tree(options: Options, topology: Topology, owner: int, num_bytes: int
         algorithm = algorithms.fastest_algorithm(topology, num_bytes, count)
     if algorithm == "one_device":
         return copy_tree.star(count, owner)
-    trees = _trees(algorithm, topology, count, num_bytes)
+    trees = algorithms.make_plan(algorithm, topology, max(num_bytes, count), count).trees
     for tree in trees:
         if tree.root == owner:
             return tree

@@ -256,15 +256,11 @@ def rings_of(topology: Topology) -> list[tree_program.Tree]:
     """Finds Hamiltonian rings of direct links; returns the numbers of their edges."""
     devices = topology.num_devices
     direct = {(link.source, link.target) for link in topology.direct_links}
-    near = [
-        [
-            other
-            for _, other in sorted(
-                (-topology.bandwidth(device, other), other)
-                for other in range(devices)
-                if {(device, other), (other, device)} <= direct
-            )
-        ]
+    near = [  # The fastest links first.
+        sorted(
+            (other for other in range(devices) if {(device, other), (other, device)} <= direct),
+            key=lambda other: -topology.bandwidth(device, other),
+        )
         for device in range(devices)
     ]
     number = tree_program.Edges(topology).number

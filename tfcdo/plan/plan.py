@@ -26,8 +26,6 @@ from tfcdo.exchange.casts import Cast
 from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
 from tfcdo.plan.copy_tree import CopyTree
 
-VERSION = 1
-
 
 @dataclasses.dataclass(frozen=True)
 class ValueSpec:
@@ -309,7 +307,7 @@ class Plan:
     def fingerprint(self) -> str:
         """Returns a short text that is equal for equal plans, on every host."""
         exchanges = [pack.root.exchange and identity(pack.root.exchange) for pack in self.packs]
-        return digest([VERSION, dataclasses.replace(self, why="", algorithm=""), exchanges])
+        return digest([dataclasses.replace(self, why="", algorithm=""), exchanges])
 
     @functools.cached_property
     def residual_key(self) -> str:

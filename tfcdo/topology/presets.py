@@ -17,10 +17,6 @@ _DGX1_LINKS = {
     (0, 1): 2, (0, 2): 1, (0, 3): 1, (0, 4): 2, (1, 2): 1, (1, 3): 2, (1, 5): 1, (2, 3): 2,
     (2, 6): 2, (3, 7): 1, (4, 5): 2, (4, 6): 1, (4, 7): 1, (5, 6): 1, (5, 7): 2, (6, 7): 2,
 }  # fmt: skip
-_DGX1_P100_LINKS = (
-    (0, 1), (0, 2), (0, 3), (0, 4), (1, 2), (1, 3), (1, 5), (2, 3),
-    (2, 6), (3, 7), (4, 5), (4, 6), (4, 7), (5, 6), (5, 7), (6, 7),
-)  # fmt: skip
 PRESETS = ("dgx1", "dgx1_p100", "nvswitch", "pcie", "shared_memory", "fully_connected")
 
 
@@ -29,8 +25,8 @@ def _routes(name: str, num_devices: int) -> list[links.Route]:
         case "dgx1":  # NVIDIA's with V100: 8 GPUs, 6 NVLinks of 25 GB/s each, a cube mesh.
             speeds = {pair: count * links.NVLINK_V100 for pair, count in _DGX1_LINKS.items()}
             return links.mesh(num_devices, speeds, _DGX1_SOCKETS)
-        case "dgx1_p100":  # NVIDIA's with P100: 8 GPUs, 4 NVLinks of 20 GB/s each.
-            return links.mesh(num_devices, dict.fromkeys(_DGX1_P100_LINKS, 20e9), _DGX1_SOCKETS)
+        case "dgx1_p100":  # NVIDIA's with P100: the same pairs, one NVLink of 20 GB/s each.
+            return links.mesh(num_devices, dict.fromkeys(_DGX1_LINKS, 20e9), _DGX1_SOCKETS)
         case "nvswitch":  # A full crossbar: each has a port in and a port out, of 12 x 25 GB/s.
             return links.crossbar(num_devices, 12 * links.NVLINK_V100)
         case "pcie":  # Pairs of devices under PCIe switches that the host bridge joins.

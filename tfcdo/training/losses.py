@@ -10,6 +10,7 @@ from __future__ import annotations
 from collections.abc import Callable
 from typing import Any
 
+import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals
@@ -42,7 +43,7 @@ def unscaled(own: Function, value: Any) -> Any:
 def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
     here = step.current_several()
-    rows = keras_internals.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
+    rows = keras.tree.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
     if here is None or None not in tf.nest.flatten(rows):
         return own(loss, y_true, y_pred, *args, **kw)
     with step.changed(reports=True):

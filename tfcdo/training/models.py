@@ -167,7 +167,7 @@ def _build_from_spec(
     spec = keras_internals.element_spec(iterator)
     if not step.is_ours(model.distribute_strategy) or spec is None:
         return own(model, iterator=iterator)
-    batch = keras_internals.map_structure(_of_any_batch, spec)
+    batch = keras.tree.map_structure(_of_any_batch, spec)
     has_targets = keras.utils.unpack_x_y_sample_weight(batch)[1] is not None
     # It may also make the targets of a loss.
     with contextlib.nullcontext() if has_targets else keras_internals.without_loss(model):

@@ -16,7 +16,6 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.execute import rows
-from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.plan.algorithms import deal_owners
 from tfcdo.training import statistics, step
 
@@ -318,16 +317,6 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
 
 
 # Sharded optimizer state: each variable is updated on one device, which sends it to the others.
-
-
-def check_shards(extended: Any) -> None:
-    """Raises a TypeError unless a strategy sums with one of tfcdo's all-reduce classes."""
-    ops = extended._cross_device_ops
-    if not isinstance(ops, ConfiguredCrossDeviceOps) or ops.is_one_device:
-        raise TypeError(
-            "shard_optimizer_state=True needs cross_device_ops that is one of tfcdo's all-reduce "
-            f"classes, such as tfcdo.AutoAllReduce(), or None; got {ops!r}"
-        )
 
 
 def assign_owners(extended: Any, variables: Sequence[Any]) -> None:
