@@ -285,10 +285,16 @@ _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 
 def method_of_step(function: Any) -> str | None:
     """Returns "fit" for a step of `fit` or `evaluate`, "predict" for `predict`'s; else None."""
-    owner = getattr(function, "__self__", None)
-    if isinstance(owner, keras.Model) or getattr(function, "is_keras_step", False):
+    if hasattr(function, "is_step_of_fit"):
         return "fit"
     return "predict" if getattr(function, "__module__", None) == _trainer.__name__ else None
+
+
+def mark_step(own: Callable[..., Any], model: Any, step: Callable[..., Any]) -> Any:
+    """Stands for `_make_function`: an own loop may run a model's `train_step`, too."""
+    marked: Any = functools.partial(step)
+    marked.is_step_of_fit = True
+    return own(model, marked)
 
 
 @contextlib.contextmanager

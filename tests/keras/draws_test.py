@@ -107,6 +107,11 @@ class DrawsTest(TrainingTestCase):
                     keras.random.truncated_normal(shape, seed=seed),
                     keras.random.randint(shape, 0, 9, seed=seed),
                     keras.random.gamma(shape, 0.5, seed=seed),
+                    # Parameters of each example.
+                    keras.random.gamma(shape, keras.ops.exp(inputs), seed=seed),
+                    keras.random.beta(shape, keras.ops.exp(inputs[..., :1]), 2.0, seed=seed),
+                    keras.random.binomial(shape, 5.0, keras.ops.sigmoid(inputs), seed=seed),
+                    keras.random.truncated_normal(shape, inputs, 0.5, seed=seed),
                     keras.random.uniform(shape, dtype="float64", seed=seed),
                     keras.random.normal(shape, dtype="float16", seed=seed),
                     # A number of each example, and some that belong to none.
@@ -117,15 +122,16 @@ class DrawsTest(TrainingTestCase):
                 zeros = keras.ops.zeros_like(inputs)
                 return keras.ops.stack([zeros + keras.ops.cast(d, zeros.dtype) for d in drawn], 1)
 
-        def predicted(count: int) -> Any:
+        def predicted(count: int, run_eagerly: bool) -> Any:
             with strategy_of(count).scope():
                 model = keras.Sequential([kl.Input([_STEPS, _WIDTH]), Draws()])
-                model.compile("sgd", "mse", run_eagerly=count == 1)
+                model.compile("sgd", "mse", run_eagerly=run_eagerly)
             return model.predict(data(6), 5, verbose=0)
 
-        expected = predicted(1)
+        expected = predicted(1, True)
         self.assertGreater(np.std(expected, (0, 2, 3)).min(), 0.1)
-        self.assertAllClose(expected, predicted(2), 1e-6, 1e-6)
+        for run_eagerly in (False, True):  # Eagerly, the number of rows is known, also one.
+            self.assertAllClose(expected, predicted(2, run_eagerly), 2e-6, 2e-6)
 
     @parameterized.parameters(True, False)
     def test_sizes_that_tensorflow_knows(self, run_eagerly):
@@ -171,6 +177,28 @@ class DrawsTest(TrainingTestCase):
         expected, own = map(trained, (1, 3))
         for one, other in zip(expected, own, strict=True):
             self.assertAllClose(one, other, 2e-6, 2e-6)
+
+    def test_in_a_stateless_call(self):
+        class Stateless(keras.Sequential):
+            def train_step(self, data: Any) -> dict[str, Any]:
+                x, y = data
+                variables, others = self.trainable_variables, self.non_trainable_variables
+                with tf.GradientTape() as tape:
+                    outputs, _ = self.stateless_call(variables, others, x, training=True)
+                    loss = self.compute_loss(x, y, outputs)
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return {"loss": loss}
+
+        def trained(count: int) -> keras.Model:
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                model = Stateless([kl.Input([_WIDTH]), kl.Dropout(0.5, seed=3), kl.Dense(2)])
+                model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=count == 1)
+            inputs = data(7)[:, 0]
+            model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
+            return model
+
+        self.assert_same_training(trained(1), trained(2))
 
     def test_xla_trains_as_one_device_with_xla(self):
         self.check(lambda: [kl.Dropout(0.4), _OfSteps()], data(12), tolerance=3e-5, jit=True)

@@ -262,6 +262,41 @@ class LossesTest(TrainingTestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):
             step(last)
 
+    @parameterized.parameters("train_step", "own_step")
+    def test_an_own_loop_over_a_method_of_a_model(self, method):
+        """A step of Keras's reports a loss of the whole batch; in an own loop it is a share."""
+
+        class Own(keras.Sequential):
+            def own_step(self, inputs: Any, targets: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    loss = keras.losses.MeanSquaredError()(targets, self(inputs))
+                variables = self.trainable_variables
+                self.optimizer.apply(tape.gradient(loss, variables), variables)
+                return loss
+
+            def train_step(self, data: Any) -> Any:
+                return self.own_step(*data)
+
+        def trained(count: int) -> list[Any]:
+            keras.utils.set_random_seed(1)
+            strategy = strategy_of(count)
+            with strategy.scope():
+                model = Own(dense_layers())
+                model.compile("sgd")
+            step = getattr(model, method)
+
+            @tf.function
+            def total(batch: Any) -> Any:
+                losses = strategy.run(step, batch if method == "own_step" else (batch,))
+                return strategy.reduce("SUM", losses, axis=None)
+
+            data = tf.data.Dataset.from_tensor_slices(dense_data(10)).batch(7)
+            data = strategy.experimental_distribute_dataset(data)
+            return [*map(total, data), *model.get_weights()]
+
+        for one, other in zip(*map(trained, (1, 3)), strict=True):
+            self.assertAllClose(one, other, 5e-6, 5e-6)
+
     @parameterized.parameters((True, False), (False, True))
     def test_another_value_before_the_batch(self, eager, with_targets):
         """A seed per replica, say, is not taken for the batch."""

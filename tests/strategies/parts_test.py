@@ -176,6 +176,34 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
             self.assertEqual(*(tf.nest.map_structure(type, each) for each in (one, other)))
 
+    @parameterized.parameters("sparse", "ragged")
+    def test_composite_tensors(self, kind):
+        class Dense(keras.layers.Layer):
+            def call(self, inputs):
+                return _dense(inputs)
+
+            def compute_output_shape(self, shape):
+                return (shape[0], 3)
+
+        numbers = tf.constant([[1.0, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 4]])
+        of_kind = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
+        inputs, targets = of_kind[kind](numbers), numbers[:, :1]
+
+        def results(count):
+            keras.utils.set_random_seed(1)
+            with strategy_of(count).scope():
+                first = keras.Input([3], **{kind: True})
+                model = keras.Model(first, keras.layers.Dense(1)(Dense()(first)))
+                model.compile(keras.optimizers.SGD(0.01), "mse")
+            return [
+                model.train_on_batch(inputs, targets),
+                model.test_on_batch(inputs, targets),
+                model.predict_on_batch(inputs),
+            ]
+
+        for one, other in zip(results(1), results(3), strict=True):
+            self.assertAllClose(one, other, rtol=2e-6, atol=2e-6)
+
 
 _BATCHES, _BATCH = 9, 6
 

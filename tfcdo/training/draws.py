@@ -8,7 +8,7 @@ many. Where that does not hold, the whole batch's numbers are drawn, and the rep
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import keras
@@ -33,7 +33,9 @@ def seed(own: Function, seed: Any) -> Any:
     with tf.init_scope():
         generator = keras_internals.seed_generator(seed, here.keras_state)
         value = keras_internals.value_of(generator.state)
-        if getattr(value, "distribute_strategy", None) is not strategy:
+        # In a `keras.StatelessScope` it is a tensor.
+        is_variable = isinstance(value, tf.Variable)
+        if is_variable and getattr(value, "distribute_strategy", None) is not strategy:
             keras_internals.move_here(generator)
     return generator.next(ordered=seed is not None)
 
@@ -97,7 +99,7 @@ def whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
     here = _step_of_rows(_first(shape))
     if here is None:
         return own(shape, *args, **kwargs)
-    return _taken(here, functools.partial(own, **kwargs), shape, args)
+    return _taken(here, own, shape, *args, **kwargs)
 
 
 def categorical(
@@ -107,17 +109,26 @@ def categorical(
     here = _step_of_rows(logits.shape[0], multiples=True)
     if here is None:
         return own(logits, num_samples, dtype, seed)
-    rows = tf.shape(logits)[0]
-    before, total = _place(here, rows)
-    # What is drawn for a row depends on its place and its own logits.
-    whole = tf.pad(logits, [[before, total - before - rows], [0, 0]])
-    return own(whole, num_samples, dtype, seed)[before : before + rows]
+    return _taken(
+        here, lambda _, whole: own(whole, num_samples, dtype, seed), tf.shape(logits), logits
+    )
 
 
-def _taken(here: ReplicaStep, draw: Function, shape: Any, args: Sequence[Any] = ()) -> Any:
+def _taken(here: ReplicaStep, draw: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
+    """Returns this replica's rows of what is drawn for the whole batch, with some parameters."""
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
     before, total = _place(here, rows)
-    return draw([total, *others], *args)[before : before + rows]
+    ends = [[before, total - before - rows], *([0, 0] for _ in others)]
+    sizes = (None, tf.get_static_value(rows))
+
+    def of_whole(value: Any) -> Any:
+        # What is drawn for a row depends on its place and its own parameters.
+        has_axes = tf.is_tensor(value) and value.shape.rank == len(ends)
+        of_rows = has_axes and value.shape[0] in sizes
+        return tf.pad(value, ends, constant_values=1) if of_rows else value
+
+    args, kwargs = tf.nest.map_structure(of_whole, (args, kwargs))
+    return draw([total, *others], *args, **kwargs)[before : before + rows]
 
 
 def _place(here: ReplicaStep, rows: Any) -> tuple[Any, Any]:

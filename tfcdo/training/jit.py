@@ -87,8 +87,7 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
 
 def make_function(model: keras.Model, name: str) -> None:
     """Makes a model's train or test function, whose step XLA compiles on each replica."""
-    compiled: Any = jit_compile(getattr(model, f"{name}_step"))
-    compiled.is_keras_step = True  # For `keras_internals.method_of_step`.
+    compiled = jit_compile(getattr(model, f"{name}_step"))
     model.jit_compile = False  # Not the whole, around the steps of all replicas.
     try:
         keras_internals.make_function(model, name, compiled)

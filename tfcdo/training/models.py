@@ -51,6 +51,7 @@ def install() -> None:
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         extend(trainer, f"make_{name}_function", functools.partial(_make, name))
+    extend(trainer, "_make_function", keras_internals.mark_step)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
     extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)

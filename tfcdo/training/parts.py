@@ -117,7 +117,8 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
         value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
         if not tf.is_tensor(value) or not value.shape.rank:
             return value
-        cut_at = functools.partial(_part, _copy(value), replicas=len(devices), size=None)
+        own = tf.nest.map_structure(_copy, value, expand_composites=True)
+        cut_at = functools.partial(_part, own, replicas=len(devices), size=None)
         return step.on_each(devices, cut_at, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
