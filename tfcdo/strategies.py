@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step
+from tfcdo.training import diloco, models, step, updates
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
