@@ -94,6 +94,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (_trainer, "_multi_worker_concat", ("v", "strategy")),
     (_trainer.TFEpochIterator, "_distributed_dataset", ()),
+    (_trainer.TFEpochIterator, "_current_iterator", ()),
     (_trainer.TFEpochIterator, "_steps_seen", ()),
     (_trainer.TFEpochIterator, "data_adapter", ()),
     (_trainer.TFEpochIterator, "steps_per_epoch", ()),
@@ -372,6 +373,12 @@ def notes_epochs(iterator: Any) -> bool:
         getattr(type(data), name, None) is not getattr(keras.utils.PyDataset, name, None)
         for name in names
     )
+
+
+def batches_given(iterator: Any) -> int:
+    """Returns how many batches a model's iterator has given that goes on in the next epoch."""
+    goes_on = iterator.steps_per_epoch and iterator._current_iterator is not None
+    return iterator._steps_seen if goes_on else 0
 
 
 def count_batches(iterator: Any, batches: int) -> None:

@@ -30,7 +30,7 @@ class _Progress:
     batch: int = 0  # How many of its batches are done.
     batches: int = 0  # How many of all epochs.
     examples: int = 0  # A `resumable_dataset` dataset's.
-    first_epoch: int | None = None  # In which the training began.
+    before: int = 0  # Batches of earlier epochs, from the iterator that this epoch continues.
     began: bool = False  # Whether callbacks have been called for the beginning of the epoch.
 
     @property
@@ -151,8 +151,6 @@ class BackupAndRestore(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
-        if self._progress.first_epoch is None:
-            self._progress = dataclasses.replace(self._progress, first_epoch=epoch)
         if self._restored is not None:
             self._skip_batches()
         if self._restored is not None and self._progress.batch:
@@ -203,7 +201,10 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
-        self._progress = dataclasses.replace(self._progress, epoch=epoch + 1, batch=0, began=False)
+        before = keras_internals.batches_given(self._iterator) if self._iterator else 0
+        self._progress = dataclasses.replace(
+            self._progress, epoch=epoch + 1, batch=0, before=before, began=False
+        )
         self._is_due = self.save_freq == "epoch"
         # Else when the next epoch begins: `SwapEMAWeights` may have swapped the weights until then.
         is_last = self.model.stop_training or epoch + 1 == (self.params or {}).get("epochs")
@@ -342,8 +343,7 @@ class BackupAndRestore(Callback):
         steps = (self.params or {}).get("steps")
         dropped: tuple[Any, ...] = ()
         if self._order is None and self._iterator is not None:
-            epochs = progress.epoch - (progress.first_epoch or 0)
-            dropped = self._iterator, data_order.batches_before(self._iterator, epochs)
+            dropped = self._iterator, progress.before
         data_order.SkipBatches(self.model, progress.batch, steps, self._logs, *dropped)
 
 

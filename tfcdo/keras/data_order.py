@@ -178,18 +178,6 @@ class SkipBatches:
                 next(iterator)
 
 
-def batches_before(epoch_iterator: Any, epochs: int) -> int:
-    """Returns how many batches of earlier epochs `fit`'s iterator of the next epoch has given."""
-    size: int | None = epoch_iterator.data_adapter.num_batches
-    if not epoch_iterator.steps_per_epoch:
-        return 0  # Each epoch has an iterator of its own.
-    # Keras trains this many at once, also beyond the end of an epoch.
-    at_once: int = epoch_iterator.steps_per_execution
-    steps: int = math.ceil(epoch_iterator.steps_per_epoch / at_once) * at_once
-    # It makes a new iterator after an epoch that has reached the end of the data.
-    return steps * (epochs % math.ceil(size / steps)) if size else steps * epochs
-
-
 def _random_access(data: Any) -> tuple[int, Any]:
     """Returns the number of examples, and a function that takes the examples of some indices."""
     is_arrays = isinstance(data, (tuple, dict, np.ndarray)) or tf.is_tensor(data)
