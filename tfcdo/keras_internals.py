@@ -378,7 +378,8 @@ def notes_epochs(iterator: Any) -> bool:
 def batches_given(iterator: Any) -> int:
     """Returns how many batches a model's iterator has given that goes on in the next epoch."""
     goes_on = iterator.steps_per_epoch and iterator._current_iterator is not None
-    return iterator._steps_seen if goes_on else 0
+    batches: int = iterator._steps_seen if goes_on else 0
+    return batches
 
 
 def count_batches(iterator: Any, batches: int) -> None:
