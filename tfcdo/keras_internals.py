@@ -314,10 +314,16 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
-def has_own_step(model: Any) -> bool:
-    """Returns whether a model has a `train_step` or `test_step` of the user's."""
-    names = ("train_step", "test_step")
-    return any(getattr(type(model), name) is not getattr(Trainer, name) for name in names)
+@contextlib.contextmanager
+def building(model: Any) -> Iterator[None]:
+    """Builds a model before its first step, unless only a step of the user's can."""
+    try:
+        yield
+    except (RuntimeError, TypeError, ValueError):
+        # Such a step need not call the model. It makes the variables, as on one device.
+        names = ("train_step", "test_step")
+        if all(getattr(type(model), name) is getattr(Trainer, name) for name in names):
+            raise
 
 
 def take_added(layer: Any) -> list[Any]:
@@ -407,11 +413,8 @@ def symbolic_build(model: Any, spec: Any) -> None:
     attributes = vars(model)
     optimizer, attributes["optimizer"] = model.optimizer, None
     try:
-        with model.distribute_strategy.scope():
+        with building(model), model.distribute_strategy.scope():
             model._symbolic_build(data_batch=spec)
-    except (RuntimeError, TypeError, ValueError):
-        if not has_own_step(model):  # Which need not call the model.
-            raise
     finally:
         attributes["optimizer"] = optimizer
 

@@ -153,13 +153,13 @@ class BackupAndRestore(Callback):
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
         if self._restored is not None:
             self._skip_batches()
-        if self._restored is not None and self._progress.batch:
-            training_state.restore_metrics(self.model, *self._restored)
-            return
-        if self._restored is not None and self._progress.began:
-            self._restore_again()
-            return
-        self._restored = None
+            if self._progress.batch:
+                training_state.restore_metrics(self.model, *self._restored)
+                return
+            if self._progress.began:
+                self._restore_again()
+                return
+            self._restored = None
         self._progress = dataclasses.replace(self._progress, epoch=epoch, batch=0, began=True)
         if self._is_due:
             self._save()
@@ -341,10 +341,10 @@ class BackupAndRestore(Callback):
     def _skip_batches(self) -> None:
         progress = self._progress
         steps = (self.params or {}).get("steps")
-        dropped: tuple[Any, ...] = ()
-        if self._order is None and self._iterator is not None:
-            dropped = self._iterator, progress.before
-        data_order.SkipBatches(self.model, progress.batch, steps, self._logs, *dropped)
+        iterator = self._iterator if self._order is None else None  # Else it begins there itself.
+        data_order.SkipBatches(
+            self.model, progress.batch, steps, self._logs, iterator, progress.before
+        )
 
 
 def _resumption(

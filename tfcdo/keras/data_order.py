@@ -130,9 +130,9 @@ class SkipBatches:
         model: keras.Model,
         batch: int,
         steps: int | None,
-        logs: Any,
-        epoch_iterator: Any = None,
-        before: int = 0,  # Batches that its iterator has given in earlier epochs.
+        logs: Any,  # The last batch's.
+        epoch_iterator: Any,  # None if it begins at `batch` by itself.
+        before: int,  # Batches that its iterator has given in earlier epochs.
     ) -> None:
         at_once = model.steps_per_execution
         if batch % at_once and batch < (steps or math.inf):
@@ -145,9 +145,8 @@ class SkipBatches:
         self._train_function = model.train_function
         self._batch, self._before = batch, before
         self._calls = math.ceil(min(batch, steps or batch) / at_once)
-        self._logs = logs  # The last batch's.
+        self._logs = logs
         self._epoch_iterator = epoch_iterator
-        self._is_first = True
         model.train_function = self
 
     @staticmethod
@@ -158,20 +157,19 @@ class SkipBatches:
 
     def __call__(self, iterator: Any) -> Any:
         """Skips one call of the train function, or ends the skipping."""
-        if self._is_first:
-            self._is_first = False
-            # Keras returns them if it trains no other batch.
-            self._logs = self._logs or self._model.get_metrics_result()
-            if self._epoch_iterator is not None:
-                self._drop(iterator)
+        if self._epoch_iterator is not None:
+            self._drop(iterator)
         if self._calls:
             self._calls -= 1
-            return self._logs
+            # Keras returns them if it trains no other batch.
+            return self._logs or self._model.get_metrics_result()
         self._model.train_function = self._train_function
         return self._train_function(iterator)
 
     def _drop(self, iterator: Any) -> None:
+        """Drops, once, what the iterator gives before the batch."""
         keras_internals.count_batches(self._epoch_iterator, self._before)
+        self._epoch_iterator = None
         # An iterator that ends now says so again in the next call, as it did before.
         with contextlib.suppress(StopIteration, tf.errors.OutOfRangeError):
             for _ in range(self._before + self._batch):

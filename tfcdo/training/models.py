@@ -147,13 +147,9 @@ def _add_slot(
 
 def _symbolic_build(own: Function, model: Any, **options: Any) -> None:
     """Builds a model before its first step, if it can be called with a batch."""
-    try:
+    ours = step.is_ours(model.distribute_strategy)
+    with keras_internals.building(model) if ours else contextlib.nullcontext():
         _build_from_spec(own, model, **options)
-    except (RuntimeError, TypeError, ValueError):
-        # A `train_step` of the user's need not call the model. It makes the variables, as on one
-        # device.
-        if not step.is_ours(model.distribute_strategy) or not keras_internals.has_own_step(model):
-            raise
 
 
 def _build_from_spec(

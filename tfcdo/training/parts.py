@@ -117,8 +117,7 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
         value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
         if not tf.is_tensor(value) or not value.shape.rank:
             return value
-        own = tf.nest.map_structure(_copy, value, expand_composites=True)
-        cut_at = functools.partial(_part, own, replicas=len(devices), size=None)
+        cut_at = functools.partial(_part, _copies(value), replicas=len(devices), size=None)
         return step.on_each(devices, cut_at, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
@@ -148,16 +147,18 @@ def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
     is_tuple = type(dataset.element_spec) is tuple
 
     @tf.autograph.experimental.do_not_convert
-    def copies(*parts: Any) -> Any:
-        own = tf.nest.map_structure(_copy, parts, expand_composites=True)
-        return own if is_tuple else own[0]
+    def own(*parts: Any) -> Any:
+        return _copies(parts if is_tuple else parts[0])
 
-    return dataset.map(copies)
+    return dataset.map(own)
 
 
-def _copy(value: Any) -> Any:
-    is_number = tf.is_tensor(value) and value.dtype not in (tf.string, tf.variant, tf.resource)
-    return tf.raw_ops.DeepCopy(x=value) if is_number else value
+def _copies(values: Any) -> Any:
+    def copy(value: Any) -> Any:
+        is_number = tf.is_tensor(value) and value.dtype not in (tf.string, tf.variant, tf.resource)
+        return tf.raw_ops.DeepCopy(x=value) if is_number else value
+
+    return tf.nest.map_structure(copy, values, expand_composites=True)
 
 
 def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
