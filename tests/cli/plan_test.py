@@ -42,6 +42,8 @@ class PlanTest(CommandTestCase):
         dgx1 = preset("dgx1")
         output = self.output_of("plan", "--topology", "dgx1", "--bytes", "100MB")
         self.assertIn("100 MB on each of 8 devices of dgx1", output)
+        # The bandwidth bound is 1.148 ms: 14 times the data over 48 ways of 25 GB/s and two of 10
+        # via the host.
         self.assertIn("Bound: 1.196 ms", output)
         rows = rows_of_table(output)
         *names, auto = rows

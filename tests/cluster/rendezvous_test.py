@@ -77,6 +77,7 @@ class RendezvousTest(parameterized.TestCase):
             self.assertRegex(ends[host], expected)
 
     def test_an_address_that_does_not_answer(self):
+        # Host 1 listens on its port, but no connection can be made to its address.
         addresses = [self.addresses[0], f"255.255.255.255:{self.ports[1]}"]
         for end in meet_all(addresses, {0: {}, 1: {}}, timeout=5.0):
             self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")

@@ -3,7 +3,8 @@
     python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
 
 A schedule is drawn from its seed, which replays it: hosts, launchers, delays of messages, and up to
-three faults, also while the job recovers from another one.
+three faults, also while the job recovers from another one. Messages of one connection stay in
+order; messages of others do not.
 """
 
 from __future__ import annotations

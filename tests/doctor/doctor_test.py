@@ -43,7 +43,8 @@ def _doctor(*arguments: str, tf_config: str = "{}") -> tuple[int, list[str]]:
     with (
         mock.patch.object(examination, "Probes", _InThisProcess),
         mock.patch.multiple(probe, _PATTERN_BYTES=4096, _SUM_BYTES=4096),
-        # The bench's tests, whose number of devices is another, may run in this process.
+        # TensorFlow's collectives keep to one number of devices a process for each key, and the
+        # bench's tests, whose number is another, may run in this one.
         mock.patch.object(tf.distribute.MirroredStrategy, "_collective_key_base", 1000),
         mock.patch.dict(os.environ, TF_CONFIG=tf_config),
     ):

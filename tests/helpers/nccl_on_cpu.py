@@ -29,6 +29,8 @@ _asked_tensorflow = tf_internals.device_types_with_kernel
 @contextlib.contextmanager
 def running() -> Iterator[None]:
     """While this lasts, `NcclAllReduce` runs on CPU devices and fails rather than hangs."""
+    # TensorFlow cannot unload the kernel. But tfcdo is not told of it any longer: it would take
+    # NCCL in later tests of the process.
     load()
     seen = mock.patch.object(tf_internals, "device_types_with_kernel", _asked_tensorflow)
     with patience(_PATIENCE_SECONDS), seen:

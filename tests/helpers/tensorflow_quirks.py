@@ -7,6 +7,7 @@ import tensorflow as tf
 
 def end_iterators_at_once() -> None:
     """Turns tf.data's tuning off, whose thread may keep an iterator from ending for a minute."""
+    # The end wakes the thread up before it says that it is the end, so it may sleep again.
     options = tf.data.Options()
     options.autotune.enabled = False
     # Called for each dataset that is iterated over, on one device or on several.

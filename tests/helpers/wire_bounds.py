@@ -13,7 +13,9 @@ from tfcdo.exchange import dtypes, rounding
 class _Format(NamedTuple):
     roundoff: float  # The largest relative error of rounding to it, u.
     exponent: int  # The exponent of its largest power of two.
-    lost: float  # The largest absolute error of rounding a number too small to be a normal one.
+    # The largest absolute error of rounding a number too small to be a normal one. TensorFlow's CPU
+    # kernels may set such numbers of bfloat16 to 0.
+    lost: float
 
 
 _FORMATS = {

@@ -230,6 +230,7 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         ):
             with mock.patch.object(log, "warn_once") as warn:
                 self.fit(*data, shuffle=shuffle)
+            self.assertEqual(warn.call_count, reason is not None)
             self.assertRegex("".join(call.args[0] for call in warn.call_args_list), reason or "^$")
 
     def test_an_endless_dataset_needs_steps(self):

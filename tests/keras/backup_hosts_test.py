@@ -1,4 +1,7 @@
-"""Two hosts, one of which gets a SIGTERM and then a SIGKILL: both end as undisturbed."""
+"""Two hosts, one of which gets a SIGTERM and then a SIGKILL: both end as undisturbed.
+
+`tfcdo launch` runs this file with a folder; its first run also trains undisturbed.
+"""
 
 from __future__ import annotations
 

@@ -146,6 +146,7 @@ class OutputTest(LaunchTestCase):
         assert process.stderr
         error = process.stderr.read()
         self.assertEqual(process.wait(SECONDS), 1)
+        # As of other commands: `tfcdo launch ... | head -1` says nothing about it.
         self.assertEqual(error, "")
         self.assert_ended("worker0", "worker1")
 

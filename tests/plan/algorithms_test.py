@@ -102,7 +102,8 @@ class AutoTest(plan_testing.PlanTestCase):
 
     @hypothesis.settings(max_examples=6, deadline=None, derandomize=True)
     @hypothesis.given(
-        # Not st.integers, which draws other machines, some slow, after other tests.
+        # Not st.integers, which draws numbers that it finds in the modules of this process, and so
+        # other machines, some slow, after other tests.
         st.builds(preset, st.sampled_from(PRESETS), st.sampled_from(range(1, 7)))
         | st.builds(draw_machine, st.sampled_from(range(2, 7)), st.sampled_from(range(100))),
         st.sampled_from([0, 4, 1000, MB, 30 * MB, GB]),
@@ -136,6 +137,7 @@ class AutoTest(plan_testing.PlanTestCase):
 
 class WorkTest(plan_testing.PlanTestCase):
     def test_virtual_devices_are_decided_at_once(self):
+        # Wherever virtual CPUs add, they add with the same cores: one pack, one star.
         with plan_testing.counted_work() as work:
             schedule = algorithms.make_plan("auto", preset("shared_memory", 80), 100 * MB)
         self.assertLen(schedule.packs, 1)

@@ -100,7 +100,8 @@ class TightBoundTest(parameterized.TestCase):
         self.assertGreaterEqual(own * (1 + 1e-9), lower_bound_seconds(machine, plan.num_sent_bytes))
 
     def test_by_hand(self):
-        # One way up and one down: 10 us + bytes / 25 GB/s each.
+        # One way up and one down: 10 us + bytes / 25 GB/s each, for all bytes in one pack; in more
+        # packs, copies up and down are at the same time, but each pays 10 us.
         machine = preset("fully_connected", 2)
         self.assertAlmostEqual(lower_bound_seconds(machine, 1), 20e-6, delta=0.01 * 20e-6)
         star = in_turn(cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])

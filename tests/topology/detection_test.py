@@ -46,6 +46,7 @@ class DetectTest(parameterized.TestCase):
         os.environ.pop("CUDA_VISIBLE_DEVICES", None)
         # Where another test of this process has imported TensorFlow, its devices must not count.
         self.enter_context(mock.patch.dict(sys.modules, {"tensorflow": None}))
+        # A module that is loaded again remembers nothing, as in a new process.
         for module in (log, detection):
             importlib.reload(module)
 

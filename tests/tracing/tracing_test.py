@@ -165,7 +165,8 @@ def _op(name: str, start: float, end: float, op: str = "Add", *ends: str) -> Eve
 
 class SummaryTest(absltest.TestCase):
     def test_shares(self):
-        # All-reduces from 2 to 6, of which a computation hides 1 s, and from 12 to 14.
+        # A step of 10 s: all-reduce from 2 to 6, of which a computation hides 1 s; one of 20 s
+        # with an all-reduce of 2 s; and a call without any.
         call = "EagerLocalExecute: __inference_step_1"
         events = [
             _op(call, 0, 10, ""), _op("a", 0, 3), _op("tfcdo/fuse/x", 2, 5),
