@@ -56,6 +56,39 @@ def word_layers() -> list[Any]:
     ]
 
 
+class OwnStep(keras.Sequential):
+    """Has a `train_step` as in Keras's guide."""
+
+    def train_step(self, data: Any) -> dict[str, Any]:
+        x, y = data if isinstance(data, tuple) else (data, data[:, :2])
+        with tf.GradientTape() as tape:
+            outputs = self.outputs_of(x)
+            loss = self.loss_of(x, y, outputs)
+        variables = self.trainable_variables
+        self.update(variables, tape.gradient(loss, [one.value for one in variables]))
+        return self.logs_of(x, y, outputs, loss)
+
+    def outputs_of(self, x: Any) -> Any:
+        return self(x, training=True)
+
+    def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+        return self.compute_loss(x, y, outputs)
+
+    def update(self, variables: list[Any], gradients: list[Any]) -> None:
+        self.optimizer.apply(gradients, variables)
+
+    def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
+        return {"loss": loss}
+
+
+class TwoOptimizers(OwnStep):
+    """Updates its last variable with an optimizer of its own, as a GAN its other half."""
+
+    def update(self, variables: list[Any], gradients: list[Any]) -> None:
+        self.first.apply(gradients[:-1], variables[:-1])
+        self.second.apply(gradients[-1:], variables[-1:])
+
+
 def model_of(
     layers: Layers,
     optimizer: Any,

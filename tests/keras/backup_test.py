@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import strategy_of
+from keras_training import TwoOptimizers, strategy_of
 
 import tfcdo
 import tfcdo.keras
@@ -52,20 +52,6 @@ class _Slower(keras.callbacks.LearningRateScheduler):
     def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
         rate = self.model.optimizer.learning_rate
         rate.assign(0.97 * rate)
-
-
-class TwoOptimizers(keras.Sequential):
-    """Updates its last layer with an optimizer of its own, as a GAN updates its other half."""
-
-    def train_step(self, data: Any) -> Any:
-        inputs, targets = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(inputs, targets, self(inputs, training=True))
-        first, second = (layer.trainable_variables for layer in self.layers)
-        gradients = tape.gradient(loss, [one.value for one in (*first, *second)])
-        self.optimizer.apply(gradients[:2], first)
-        self.second.apply(gradients[2:], second)
-        return {"loss": loss}
 
 
 class WithoutCall(keras.Model):
@@ -234,7 +220,7 @@ class ExactTest(BackupTestCase):
                 model = TwoOptimizers(_layers(exact=False))
                 inner = keras.optimizers.SGD(0.1, momentum=0.9)
                 model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", run_eagerly=True)
-                model.second = keras.optimizers.Nadam(0.1)
+                model.first, model.second = model.optimizer, keras.optimizers.Nadam(0.1)
             model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
 

@@ -10,7 +10,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as kl
-from keras_training import TrainingTestCase, model_of, strategy_of
+from keras_training import OwnStep, TrainingTestCase, model_of, strategy_of
 
 _STEPS, _WIDTH = 5, 3
 
@@ -71,17 +71,19 @@ class DrawsTest(TrainingTestCase):
         eager: bool = False,
         tolerance: float = 2e-6,
         jit: bool = False,
+        **options: Any,
     ) -> None:
         def layers() -> list[Any]:
             return [kl.Input(inputs.shape[1:]), *random(), kl.Flatten(), kl.Dense(2)]
 
         def make(on_one_device: bool) -> keras.Model:
             run_eagerly = not jit and (eager or on_one_device)
-            return model_of(layers, keras.optimizers.SGD(0.1), run_eagerly, jit_compile=jit)
+            optimizer = keras.optimizers.SGD(0.1)
+            return model_of(layers, optimizer, run_eagerly, jit_compile=jit, **options)
 
         targets = inputs.reshape([len(inputs), -1])[:, :2] + 1
-        options: dict[str, Any] = {"replicas": replicas, "tolerance": tolerance, "batch_size": 6}
-        self.check_as_on_one_device(make, inputs, targets, **options)
+        fitting: dict[str, Any] = {"replicas": replicas, "tolerance": tolerance, "batch_size": 6}
+        self.check_as_on_one_device(make, inputs, targets, **fitting)
 
     # A last batch of 1 or of 5 examples, of 6; the former leaves a replica without any.
     @parameterized.parameters((of_rows, 2, 7), (recurrent, 2, 7), (of_rows, 3, 11, True))
@@ -179,26 +181,12 @@ class DrawsTest(TrainingTestCase):
             self.assertAllClose(one, other, 2e-6, 2e-6)
 
     def test_in_a_stateless_call(self):
-        class Stateless(keras.Sequential):
-            def train_step(self, data: Any) -> dict[str, Any]:
-                x, y = data
+        class Stateless(OwnStep):
+            def outputs_of(self, x: Any) -> Any:
                 variables, others = self.trainable_variables, self.non_trainable_variables
-                with tf.GradientTape() as tape:
-                    outputs, _ = self.stateless_call(variables, others, x, training=True)
-                    loss = self.compute_loss(x, y, outputs)
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
-                return {"loss": loss}
+                return self.stateless_call(variables, others, x, training=True)[0]
 
-        def trained(count: int) -> keras.Model:
-            keras.utils.set_random_seed(1)
-            with strategy_of(count).scope():
-                model = Stateless([kl.Input([_WIDTH]), kl.Dropout(0.5, seed=3), kl.Dense(2)])
-                model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=count == 1)
-            inputs = data(7)[:, 0]
-            model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
-            return model
-
-        self.assert_same_training(trained(1), trained(2))
+        self.check(lambda: [kl.Dropout(0.5, seed=3)], data(7), kind=Stateless)
 
     def test_xla_trains_as_one_device_with_xla(self):
         self.check(lambda: [kl.Dropout(0.4), _OfSteps()], data(12), tolerance=3e-5, jit=True)

@@ -9,36 +9,17 @@ from typing import Any
 from unittest import mock
 
 import keras
+import keras_training as kt
 import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import TrainingTestCase, dense_data, dense_layers, model_of, strategy_of
 
 import tfcdo
 from tfcdo import log
 
 
-class OwnStep(keras.Sequential):
-    """Has a `train_step` as in Keras's guide."""
-
-    def train_step(self, data: Any) -> dict[str, Any]:
-        x, y = data if isinstance(data, tuple) else (data, data[:, :2])
-        with tf.GradientTape() as tape:
-            outputs = self(x, training=True)
-            loss = self.loss_of(x, y, outputs)
-        variables = self.trainable_variables
-        self.optimizer.apply(tape.gradient(loss, variables), variables)
-        return self.logs_of(x, y, outputs, loss)
-
-    def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
-        return self.compute_loss(x, y, outputs)
-
-    def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
-        return {"loss": loss}
-
-
-class LossesTest(TrainingTestCase):
+class LossesTest(kt.TrainingTestCase):
     @parameterized.parameters(
         ("ignore_class", "sum_over_batch_size"),
         ("one_of_two", "mean_with_sample_weight"),
@@ -90,10 +71,10 @@ class LossesTest(TrainingTestCase):
             return keras.ops.mean(keras.ops.square(targets - outputs))
 
         def make(run_eagerly: bool) -> keras.Model:
-            layers = [*dense_layers(), Activity()]
-            return model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, loss)
+            layers = [*kt.dense_layers(), Activity()]
+            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, loss)
 
-        data = dense_data(17)
+        data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
 
     @parameterized.parameters(1, 2)
@@ -107,7 +88,7 @@ class LossesTest(TrainingTestCase):
             model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
             return model
 
-        inputs, targets = dense_data(15)
+        inputs, targets = kt.dense_data(15)
         self.check_as_on_one_device(make, inputs, [targets] * outputs, batch_size=7)
 
     def test_metrics_of_one_number(self):
@@ -118,14 +99,14 @@ class LossesTest(TrainingTestCase):
 
         def make(run_eagerly: bool) -> keras.Model:
             metrics = [error, keras.losses.MeanSquaredError(name="squares")]
-            return model_of(dense_layers, "sgd", run_eagerly, metrics=metrics)
+            return kt.model_of(kt.dense_layers, "sgd", run_eagerly, metrics=metrics)
 
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": dense_data(12)}
-        self.check_as_on_one_device(make, *dense_data(15), **options)
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": kt.dense_data(12)}
+        self.check_as_on_one_device(make, *kt.dense_data(15), **options)
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):
-        class Own(OwnStep):
+        class Own(kt.OwnStep):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
                 if not own_mean:
                     return super().loss_of(x, y, outputs)
@@ -136,9 +117,9 @@ class LossesTest(TrainingTestCase):
                 return {"loss": self.compute_loss(x, y, outputs)}
 
         def make(run_eagerly: bool) -> keras.Model:
-            return model_of(dense_layers, keras.optimizers.SGD(0.1), run_eagerly, kind=Own)
+            return kt.model_of(kt.dense_layers, keras.optimizers.SGD(0.1), run_eagerly, kind=Own)
 
-        self.check_as_on_one_device(make, dense_data(17)[0], batch_size=10, tolerance=2e-6)
+        self.check_as_on_one_device(make, kt.dense_data(17)[0], batch_size=10, tolerance=2e-6)
 
     @parameterized.parameters(
         (keras.losses.MeanSquaredError(), False), (lambda y, x: tf.reduce_mean((y - x) ** 2), True)
@@ -146,14 +127,14 @@ class LossesTest(TrainingTestCase):
     def test_own_train_step_without_a_loss_of_keras(self, loss_fn, warns):
         """As in Keras's VAE: its mean counts once for each replica, which a warning says."""
 
-        class Own(OwnStep):
+        class Own(kt.OwnStep):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
                 return loss_fn(y, outputs)
 
-        with strategy_of(2).scope():
-            model = model_of(dense_layers, "sgd", False, None, Own)
+        with kt.strategy_of(2).scope():
+            model = kt.model_of(kt.dense_layers, "sgd", False, None, Own)
         with mock.patch.object(log, "warn_once") as warn:
-            model.fit(*dense_data(8), verbose=0)
+            model.fit(*kt.dense_data(8), verbose=0)
         self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
 
     @parameterized.parameters(
@@ -162,7 +143,7 @@ class LossesTest(TrainingTestCase):
     def test_own_train_step_reports_its_loss(self, tracked, how):
         """As Keras's guide has it: in its tracker, in one of its own, weighted, and as a result."""
 
-        class Own(OwnStep):
+        class Own(kt.OwnStep):
             def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 for metric in self.metrics:
                     metric.update_state(loss)
@@ -171,12 +152,12 @@ class LossesTest(TrainingTestCase):
 
         def make(on_one_device: bool) -> keras.Model:
             options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
-            model = model_of(dense_layers, "sgd", kind=Own, **options)
+            model = kt.model_of(kt.dense_layers, "sgd", kind=Own, **options)
             model.tracker = keras.metrics.Mean("tracker")
             model.weighted = keras.metrics.Mean("weighted")
             return model
 
-        model, _ = self.check_as_on_one_device(make, *dense_data(8), batch_size=7)
+        model, _ = self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
         self.assertLen(model.history.history, 3 if tracked else 1)
 
     @parameterized.parameters(True, False)
@@ -199,16 +180,16 @@ class LossesTest(TrainingTestCase):
             return [dense, Endpoint(), meeting, keras.layers.Dense(1)]
 
         def make(on_one_device: bool) -> keras.Model:
-            return model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
+            return kt.model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
 
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": dense_data(8)}
-        self.check_as_on_one_device(make, *dense_data(8), tolerance=2e-6, **options)
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": kt.dense_data(8)}
+        self.check_as_on_one_device(make, *kt.dense_data(8), tolerance=2e-6, **options)
 
     @parameterized.parameters(True, False)
     def test_own_train_step_reports_metrics(self, tracked):
         """As in Keras's guide, by other names than Keras has, or only some of them."""
 
-        class Own(OwnStep):
+        class Own(kt.OwnStep):
             def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 first, compiled = self.metrics[:2]
                 if tracked:
@@ -220,12 +201,12 @@ class LossesTest(TrainingTestCase):
                 return {"loss": first.result() if tracked else loss, **results}
 
         def make(run_eagerly: bool) -> keras.Model:
-            model = model_of(dense_layers, "sgd", run_eagerly, kind=Own, metrics=["mae"])
+            model = kt.model_of(kt.dense_layers, "sgd", run_eagerly, kind=Own, metrics=["mae"])
             model.mean, model.rows = keras.metrics.Mean("mean"), keras.metrics.Sum("rows")
             model.unused = keras.metrics.Mean("unused")
             return model
 
-        self.check_as_on_one_device(make, *dense_data(8), batch_size=7)
+        self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
 
     def test_no_layer_sees_an_empty_part(self):
         """Kernels of some devices fail on nothing; a NaN of an example still counts."""
@@ -236,10 +217,10 @@ class LossesTest(TrainingTestCase):
                 with tf.control_dependencies([rows]):
                     return tf.identity(inputs)
 
-        with strategy_of(2).scope():
+        with kt.strategy_of(2).scope():
             layers = [keras.Input([4]), NeedsRows(), keras.layers.Dense(2)]
-            model = model_of(lambda: layers, "sgd", run_eagerly=False)
-        inputs, targets = dense_data(7)
+            model = kt.model_of(lambda: layers, "sgd", run_eagerly=False)
+        inputs, targets = kt.dense_data(7)
         model.evaluate(inputs, targets, 6, verbose=0)
         self.assertLen(model.predict(inputs, 6, verbose=0), 7)
         targets[-1] = np.nan
@@ -247,10 +228,10 @@ class LossesTest(TrainingTestCase):
         self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
 
     def test_an_own_loop_refuses_an_empty_part(self):
-        strategy = strategy_of(3)
+        strategy = kt.strategy_of(3)
         with strategy.scope():
-            model = model_of(dense_layers, "sgd")
-            data = tf.data.Dataset.from_tensor_slices(dense_data(5)).batch(3)
+            model = kt.model_of(kt.dense_layers, "sgd")
+            data = tf.data.Dataset.from_tensor_slices(kt.dense_data(5)).batch(3)
             data = strategy.experimental_distribute_dataset(data)
 
         @tf.function
@@ -266,23 +247,20 @@ class LossesTest(TrainingTestCase):
     def test_an_own_loop_over_a_method_of_a_model(self, method):
         """A step of Keras's reports a loss of the whole batch; in an own loop it is a share."""
 
-        class Own(keras.Sequential):
-            def own_step(self, inputs: Any, targets: Any) -> Any:
-                with tf.GradientTape() as tape:
-                    loss = keras.losses.MeanSquaredError()(targets, self(inputs))
-                variables = self.trainable_variables
-                self.optimizer.apply(tape.gradient(loss, variables), variables)
+        class Own(kt.OwnStep):
+            def own_step(self, *data: Any) -> Any:
+                return self.train_step(data)
+
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                return keras.losses.MeanSquaredError()(y, outputs)
+
+            def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> Any:
                 return loss
 
-            def train_step(self, data: Any) -> Any:
-                return self.own_step(*data)
-
         def trained(count: int) -> list[Any]:
-            keras.utils.set_random_seed(1)
-            strategy = strategy_of(count)
+            strategy = kt.strategy_of(count)
             with strategy.scope():
-                model = Own(dense_layers())
-                model.compile("sgd")
+                model = kt.model_of(kt.dense_layers, "sgd", kind=Own)
             step = getattr(model, method)
 
             @tf.function
@@ -290,7 +268,7 @@ class LossesTest(TrainingTestCase):
                 losses = strategy.run(step, batch if method == "own_step" else (batch,))
                 return strategy.reduce("SUM", losses, axis=None)
 
-            data = tf.data.Dataset.from_tensor_slices(dense_data(10)).batch(7)
+            data = tf.data.Dataset.from_tensor_slices(kt.dense_data(10)).batch(7)
             data = strategy.experimental_distribute_dataset(data)
             return [*map(total, data), *model.get_weights()]
 
@@ -300,9 +278,9 @@ class LossesTest(TrainingTestCase):
     @parameterized.parameters((True, False), (False, True))
     def test_another_value_before_the_batch(self, eager, with_targets):
         """A seed per replica, say, is not taken for the batch."""
-        strategy = strategy_of(3)
+        strategy = kt.strategy_of(3)
         seeds = tu.distributed(strategy, lambda replica: tf.constant([1, replica]))
-        inputs, targets = dense_data(7)
+        inputs, targets = kt.dense_data(7)
         batch = (inputs, targets) if with_targets else (inputs,)
         [parts] = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(batch))
 

@@ -11,6 +11,7 @@ import numpy as np
 import tensorflow as tf
 from clusters import other_strategy
 from keras import optimizers as ko
+from keras_training import TwoOptimizers
 
 import tfcdo.keras
 from tfcdo.exchange import DiLoCo
@@ -106,20 +107,6 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
     whole, resumed = results
     assert len(resumed["loss"]) == 1 < len(whole["loss"])
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}
-
-
-class TwoOptimizers(keras.Sequential):
-    """Updates its kernel and its bias with optimizers of their own, as a GAN its two halves."""
-
-    def train_step(self, data: Any) -> Any:
-        inputs, targets = data
-        with tf.GradientTape() as tape:
-            loss = self.compute_loss(inputs, targets, self(inputs, training=True))
-        kernel, bias = self.trainable_variables
-        of_kernel, of_bias = tape.gradient(loss, [kernel, bias])
-        self.first.apply([of_kernel], [kernel])
-        self.second.apply([of_bias], [bias])
-        return {"loss": loss}
 
 
 def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
