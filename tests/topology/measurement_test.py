@@ -96,6 +96,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         (["TPU:0"], "different CPUs or GPUs"),
         (["/job:w/task:0/device:CPU:0", "/job:w/task:1/device:CPU:0"], "of this host"),
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
+        (["GPU:0", "GPU:1"], "that exist; got 'GPU:0', there are .*CPU:0"),
+        (["CPU:0", "CPU:99"], "that exist; got 'CPU:99'"),
         ([3], "a device name such as .* got 3"),
     )
     def test_other_devices_are_refused(self, devices, message):

@@ -62,7 +62,8 @@ def measure(
       The topology, whose name names the devices.
 
     Raises:
-      ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.
+      ValueError: if there are no devices, more than 16, one twice, one that does not exist, or they
+        are of several kinds.
       OSError: if the file cannot be written.
 
     Example:
@@ -93,6 +94,14 @@ class _Clock:
     def __init__(self, devices: Sequence[str], progress: Progress) -> None:
         import tensorflow as tf
 
+        from tfcdo.tf_internals import canonical_device
+
+        known = [canonical_device(device.name) for device in tf.config.list_logical_devices()]
+        for device in devices:  # TensorFlow would take another one's place.
+            if canonical_device(device) not in known:
+                raise ValueError(
+                    f"devices must be devices that exist; got {device!r}, there are {known}"
+                )
         self._tf = tf
         self.devices = devices
         self.progress = progress
