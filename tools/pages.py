@@ -88,8 +88,9 @@ class Row(NamedTuple):
 
 def error_text(error: Exception) -> str:
     """Returns an error's class and first words, without what differs from run to run."""
-    # The rest is the stack of the run; text between \033 and m is a color.
-    message = re.sub("\033\\[[0-9;]*m", "", str(error)).partition("defined at (most recent")[0]
+    # The rest is the stack of the run, or attributes in any order; \033 to m is a color.
+    message = re.sub("\033\\[[0-9;]*m", "", str(error))
+    message = re.split(r"defined at \(most recent| with these attrs", message)[0]
     words = " ".join(message.replace("{{function_node ", "").split())
     for name in ("/job:localhost/replica:0/task:0/device:", "__wrapped__"):
         words = words.replace(name, "")

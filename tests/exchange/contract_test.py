@@ -129,6 +129,11 @@ class BrokenTest(parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, pattern):
             Rehearsal(_Wrong(way), [(10,)]).step([[np.ones(10, np.float32)]] * 2)
 
+    def test_other_numbers_of_hosts_are_refused(self):
+        for count in (1, 3):
+            with self.assertRaisesRegex(ValueError, f"each of the 2 hosts; got {count}"):
+                Rehearsal(Cast("bfloat16"), [(10,)]).step([[np.ones(10, np.float32)]] * count)
+
     @parameterized.parameters(
         ("rank must be at least 1; got 0", PowerSGD, {"rank": 0}),
         ("fraction must be above 0 and at most 1; got 2", TopK, {"fraction": 2}),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import pathlib
+import re
 from typing import Any
 
 import tensorflow as tf
@@ -82,6 +83,8 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_what_is_no_plan_is_refused(self):
         damaged = pathlib.Path(self.save(preset("pcie", K), "ring"))
         text = damaged.read_text()
+        seconds = re.findall(r'"\w*(?:seconds|bound)": ', text)
+        self.assertLen(seconds, 3)
         for content, reason in (
             ("{", "truncated"),
             ("{}", "missing required field"),
@@ -89,6 +92,8 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             (text.replace("[null,", "[1,"), "root"),
             (text.replace('\n  "num_devices": ', '\n  "num_devices": 9'), "num_devices must be"),
             (text.replace('["0 out"', '["nowhere"'), "must hold names"),
+            *((text.replace(one, f"{one}-"), f">= 0.0.*{one[1:-3]}") for one in seconds),
+            *((text.replace(one, f"{one}NaN, "), "malformed") for one in seconds),
         ):
             damaged.write_text(content)
             with self.assertRaisesRegex(ValueError, f"plan must be .*plan.json: .*{reason}"):

@@ -201,6 +201,23 @@ class OwnLoopTest(kt.TrainingTestCase):
         with self.assertRaisesRegex(ValueError, "Unknown variable"):
             strategy.run(lambda: optimizer.apply([tf.ones([1])] * 2, variables))
 
+    @parameterized.parameters(
+        lambda: ko.SGD(0.1),
+        lambda: ko.SGD(0.1, gradient_accumulation_steps=2),
+        lambda: ko.Nadam(0.1, use_ema=True),  # It makes a variable of its own in `build`.
+        lambda: ko.LossScaleOptimizer(ko.Adam(0.1), 2.0**10),
+    )
+    def test_built_outside_of_the_scope(self, make):
+        for sharded in (False, True):
+            trained = []
+            for count in (1, 3):
+                with kt.strategy_of(count, shard_optimizer_state=sharded).scope():
+                    model = kt.model_of(kt.dense_layers, make())
+                model.optimizer.build(model.trainable_variables)
+                model.fit(*kt.dense_data(), 8, shuffle=False, verbose=0)
+                trained.append(model)
+            self.assert_same_training(*trained)
+
     def test_replicas_meet_once_for_gradients(self):
         strategy = kt.strategy_of(2)
         with strategy.scope():

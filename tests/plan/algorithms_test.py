@@ -53,7 +53,7 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
 
     @parameterized.parameters(
         (ValueError, "one of one_device, ring, .*auto; got 'rings'", "rings"),
-        (ValueError, r"algorithm\[0\] must span the 4 devices .* a tree over 3", [star(3, 0)]),
+        (ValueError, r"copy trees must span the 4 devices .* a tree over 3", [star(3, 0)]),
         (ValueError, "a name or at least one copy tree; got", []),
         (TypeError, r"a name or a list of copy trees; got \[\(None, 0\)\]", [(None, 0)]),
         (TypeError, "num_bytes must be an int; got 100000000.0 of type float$", "ring", 1e8),

@@ -57,6 +57,13 @@ class JudgeTest(parameterized.TestCase):
         self.assertEqual(Training(reason=reason).judge(differences), (mark, text))
 
 
+class ErrorTest(absltest.TestCase):
+    def test_differs_in_no_run(self):
+        for order in ('shared_name="c0", reduction="sum"', 'reduction="sum", shared_name="c1"'):
+            error = ValueError(f"No \033[31mkernel\033[0m of X with these attrs: [{order}]")
+            self.assertEqual(pages.error_text(error), "ValueError: No kernel of X")
+
+
 class RunTest(absltest.TestCase):
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
         codes = ["os.environ['X']", "os._exit(7)", "2"]

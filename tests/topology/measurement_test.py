@@ -67,10 +67,17 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_other_files_are_refused(self):
         damaged = self.folder / "damaged.json"
+        machine = preset("pcie", 2).to_json().replace('"format": 2,', "").encode()
+        times = b'{"topology": %s, "date": "", "nccl": %%s}' % machine
         for content, reason in (
             (b"{", "not a JSON text"),
             (b'{"date": "2026-01-01"}', "missing required field `topology`"),
             (b"\xff", "codec can't decode"),
+            (times % b"[[8, 0.1], [8, 0.1]]", r"ascending order, each once; got \[8, 8\]"),
+            (times % b"[[9, 0.1], [8, 0.1]]", "ascending order"),
+            (times % b"[[0, 0.1]]", r"`int` >= 1 - at `\$.nccl"),
+            (times % b"[[8, -0.1]]", r"`float` > 0.0 - at `\$.nccl"),
+            (times % b"[[8, NaN]]", r"`float` > 0.0 - at `\$.nccl"),
         ):
             damaged.write_bytes(content)
             with self.assertRaisesRegex(ValueError, f"topology must be .*damaged.json: .*{reason}"):
@@ -89,6 +96,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         (["TPU:0"], "different CPUs or GPUs"),
         (["/job:w/task:0/device:CPU:0", "/job:w/task:1/device:CPU:0"], "of this host"),
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
+        (["GPU:0", "GPU:1"], "that exist; got 'GPU:0', there are .*CPU:0"),
+        (["CPU:0", "CPU:99"], "that exist; got 'CPU:99'"),
         ([3], "a device name such as .* got 3"),
     )
     def test_other_devices_are_refused(self, devices, message):

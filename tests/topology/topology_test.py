@@ -109,6 +109,7 @@ class TopologyTest(parameterized.TestCase):
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
+        ({"serial_reduction": "no"}, "serial_reduction must be True or False; got 'no'"),
         ({"addition_bandwidth": "1G"}, "addition_bandwidth must be a number; got '1G'"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),

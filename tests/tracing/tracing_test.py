@@ -151,11 +151,17 @@ class ArgumentsTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"path": None}, TypeError, "path must be a path; got None"),
         ({"path": "out.txt"}, ValueError, "path must end in .json; got 'out.txt'"),
-        ({"path": "no-such-folder/out.json"}, FileNotFoundError, "path must be in a folder"),
+        ({"path": "no-such-folder/out.json"}, FileNotFoundError, "path must be .* in a folder"),
         ({"path": "out.json", "topology": "dgx1"}, TypeError, "topology must be"),
     )
     def test_wrong_arguments(self, arguments: dict[str, Any], error: Any, message: str):
         with self.assertRaisesRegex(error, message), tfcdo.trace(**arguments):
+            self.fail("nothing may be recorded")
+
+    def test_a_folder_is_no_file(self):
+        folder = self.enter_context(tempfile.TemporaryDirectory(suffix=".json"))
+        refused = self.assertRaisesRegex(FileNotFoundError, "a file .* got '.*json'")
+        with refused, tfcdo.trace(folder):
             self.fail("nothing may be recorded")
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import builtins
 import contextlib
 import dataclasses
@@ -20,6 +21,7 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
+import tfcdo
 from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, WANTED, Measurement
 from tfcdo.cli import options
@@ -39,7 +41,19 @@ def _read_name(text: str) -> str:
     used = {symbol.get_name() for symbol in symbols if not symbol.is_assigned()}
     if unknown := used - {OURS, TENSORFLOW, *dir(builtins)}:
         raise ValueError(f"{text}: NameError: name {min(unknown)!r} is not defined; {WANTED}")
+    nodes = [n for n in ast.walk(ast.parse(text.strip())) if isinstance(n, ast.Attribute)]
+    used = {node.attr for node in nodes if ast.unparse(node.value) == OURS}
+    if unknown := used - {*dir(tfcdo), *vars(tfcdo)}:
+        raise ValueError(f"{text}: AttributeError: {OURS} has no {min(unknown)!r}; {WANTED}")
     return text
+
+
+def _read_rate(text: str) -> float:
+    """Reads a rate at which a step ends in time, and whose queue tc counts in 32 bits."""
+    rate = options.parse_bandwidth(text)
+    if not 125e3 <= rate <= 10e9:
+        raise ValueError(f"expected a bandwidth from 1mbit to 80gbit; got {text!r}")
+    return rate
 
 
 @click.group(invoke_without_command=True, short_help="Measure all-reduce implementations.")
@@ -175,7 +189,7 @@ def bench(
 @options.WARMUP
 @options.option(
     "--rate",
-    options.BANDWIDTH,
+    options.Parsed("bandwidth", _read_rate),
     "Limit of the link between the workers; needs root or tc.",
     metavar="1gbit",
 )

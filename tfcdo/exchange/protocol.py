@@ -321,9 +321,14 @@ class Rehearsal:
           The sums, which are bitwise the same on all hosts.
 
         Raises:
+          ValueError: if `values` is not of that many hosts.
           RuntimeError: if the calls differ from `cost`, a result is of another dtype or shape,
             the hosts' sums differ, or a host waits for another one.
         """
+        if len(values) != self.hosts:
+            raise ValueError(
+                f"values must hold a list for each of the {self.hosts} hosts; got {len(values)}"
+            )
         room = _Room(threading.Barrier(self.hosts))
         with concurrent.futures.ThreadPoolExecutor(self.hosts) as pool:
             runs = [pool.submit(self._run, host, values, room) for host in range(self.hosts)]

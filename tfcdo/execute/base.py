@@ -11,7 +11,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import tf_internals
+from tfcdo import checks, tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange
 from tfcdo.execute import copy_trees, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
@@ -207,16 +207,14 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
           >>> ops.explain([(1000,)], devices=["/cpu:0", "/cpu:1"]).num_packs
           2
         """
-        dtype = tf.as_dtype(dtype)
+        dtype = request.check_dtype("dtype", dtype)
         if devices is None and self._network is not None:
             devices = self._network.devices
         names = explain.device_names(devices)
         if not isinstance(shapes, Iterable):
             raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
-        known = list(map(tf.TensorShape, shapes))
-        for index, shape in enumerate(known):
-            if not shape.is_fully_defined():
-                raise ValueError(f"shapes[{index}] must be fully known; got {shape}")
+        checks.check_bool("shard_optimizer_state", shard_optimizer_state)
+        known = [request.known_shape(f"shapes[{i}]", shape) for i, shape in enumerate(shapes)]
         sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
         sharded = shard_optimizer_state and len(names) > 1
         owners = deal_owners(sizes, len(names)) if sharded else ()

@@ -17,7 +17,7 @@ from tfcdo.exchange import rounding
 from tfcdo.execute import numerics
 from tfcdo.execute.copy_trees import PackCodec
 from tfcdo.execute.numerics import JointGradient, on_each
-from tfcdo.execute.request import check_device
+from tfcdo.execute.request import check_device, check_dtype
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by a name that is unique in this process and in others,
@@ -66,7 +66,7 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
       >>> nccl_status(["/cpu:0", "/cpu:1"]).can_run
       False
     """
-    dtype = tf.as_dtype(dtype)
+    dtype = check_dtype("dtype", dtype)
     names = checks.check_device_list(devices)
     for name in names:
         if name != "":

@@ -297,6 +297,27 @@ def check_device(name: str, value: Any) -> None:
         raise _not_a_device(name, value, error) from error
 
 
+def check_dtype(name: str, value: Any) -> tf.DType:
+    """Returns the argument `name`, which `tf.as_dtype` takes."""
+    try:
+        return tf.as_dtype(value)
+    except TypeError:
+        raise TypeError(f"{name} must be a dtype such as 'float32'; got {value!r}") from None
+
+
+def known_shape(name: str, value: Any) -> tf.TensorShape:
+    """Returns the argument `name`, which `tf.TensorShape` takes and which is fully known."""
+    try:
+        shape = tf.TensorShape(value)
+        if shape.is_fully_defined():
+            return shape
+    except (TypeError, ValueError) as error:
+        raise type(error)(
+            f"{name} must be a shape such as (3, 4); got {value!r}: {error}"
+        ) from error
+    raise ValueError(f"{name} must be fully known; got {shape}")
+
+
 def devices_of(destinations: Any) -> tuple[str, ...]:
     """Returns the full names of the devices of the argument `destinations`; `""` if unknown."""
     if isinstance(destinations, tf_internals.DistributedValues):

@@ -129,10 +129,10 @@ def _checked_trees(algorithm: Any, topology: Topology) -> Sequence[CopyTree]:
         raise TypeError(f"algorithm must be a name or a list of copy trees; got {trees!r}")
     if not trees:
         raise ValueError(f"algorithm must be a name or at least one copy tree; got {trees!r}")
-    for index, tree in enumerate(trees):
+    for tree in trees:
         if tree.num_devices != topology.num_devices:
             raise ValueError(
-                f"algorithm[{index}] must span the {topology.num_devices} devices of the topology; "
+                f"copy trees must span the {topology.num_devices} devices of the topology; "
                 f"got a tree over {tree.num_devices}"
             )
     return trees

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import dataclasses
 import math
+from typing import Annotated
 
 import msgspec
 
@@ -14,6 +15,7 @@ from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Plan, plan_of_bytes
 from tfcdo.topology.topology import FORMAT, Topology, TopologyDocument, encode, of_this_format
 
+_Seconds = Annotated[float, msgspec.Meta(ge=0)]
 # A machine of this many devices takes half a minute.
 MAX_DEVICES = 128
 
@@ -36,9 +38,9 @@ class PlanDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     resolved: str
     num_devices: int
     size: int
-    seconds: float
-    ordered_seconds: float
-    bound: float
+    seconds: _Seconds
+    ordered_seconds: _Seconds
+    bound: _Seconds
     packs: tuple[PackDocument, ...]
 
 
@@ -90,7 +92,7 @@ class Evaluation:
 
     @classmethod
     def from_json(cls, text: str | bytes) -> Evaluation:
-        """Reads a text of `to_json`, or raises `ValueError`; times are taken as they are."""
+        """Reads a text of `to_json`, or raises `ValueError`; times are not simulated again."""
         try:
             content = of_this_format(msgspec.json.decode(text))
             document = msgspec.convert(content, PlanDocument)

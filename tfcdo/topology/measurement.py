@@ -6,13 +6,14 @@ import dataclasses
 import datetime
 import functools
 import itertools
+import json
 import math
 import os
 import pathlib
 import statistics
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, TypeAlias
+from typing import Annotated, Any, TypeAlias
 
 import msgspec
 import numpy as np
@@ -61,7 +62,8 @@ def measure(
       The topology, whose name names the devices.
 
     Raises:
-      ValueError: if there are no devices, more than 16, one twice, or they are of several kinds.
+      ValueError: if there are no devices, more than 16, one twice, one that does not exist, or they
+        are of several kinds.
       OSError: if the file cannot be written.
 
     Example:
@@ -92,6 +94,14 @@ class _Clock:
     def __init__(self, devices: Sequence[str], progress: Progress) -> None:
         import tensorflow as tf
 
+        from tfcdo.tf_internals import canonical_device
+
+        known = [canonical_device(device.name) for device in tf.config.list_logical_devices()]
+        for device in devices:  # TensorFlow would take another one's place.
+            if canonical_device(device) not in known:
+                raise ValueError(
+                    f"devices must be devices that exist; got {device!r}, there are {known}"
+                )
         self._tf = tf
         self.devices = devices
         self.progress = progress
@@ -266,11 +276,14 @@ def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     return tuple(times)
 
 
+_Above0 = msgspec.Meta(gt=0)
+
+
 class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
     topology: TopologyDocument
     date: str
-    nccl: tuple[tuple[int, float], ...] = ()
+    nccl: tuple[tuple[Annotated[int, _Above0], Annotated[float, _Above0]], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
@@ -303,8 +316,8 @@ def save(measured: Measured, path: str | os.PathLike[str]) -> None:
 def parse(content: bytes) -> Measured:
     """Reads a file of `tfcdo.topology.measure` or `Topology.to_json`, or raises `ValueError`."""
     try:
-        read = msgspec.json.decode(content)
-    except msgspec.DecodeError:
+        read = json.loads(content)
+    except (ValueError, RecursionError):
         read = None  # `from_json` says what is wrong.
     if not isinstance(read, dict) or "date" not in read:
         return Measured(Topology.from_json(content.decode()), "")
@@ -312,4 +325,7 @@ def parse(content: bytes) -> Measured:
         document = msgspec.convert(of_this_format(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:
         raise ValueError(str(error)) from None
+    sizes = [size for size, _ in document.nccl]
+    if sizes != sorted({*sizes}):
+        raise ValueError(f"nccl must have its sizes in ascending order, each once; got {sizes}")
     return Measured(Topology.from_document(document.topology), document.date, document.nccl)

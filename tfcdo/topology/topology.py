@@ -92,7 +92,8 @@ class Topology:
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
         resource that does not exist, or a resource twice, or a number is out of range.
-      TypeError: if `num_devices` is not an int, or `addition_bandwidth` or a latency not a number.
+      TypeError: if `num_devices` is not an int, `addition_bandwidth` or a latency not a number, or
+        `serial_reduction` not a bool.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -111,6 +112,7 @@ class Topology:
     def __post_init__(self) -> None:
         checks.check_int("num_devices", self.num_devices, at_least=1)
         checks.check_number("addition_bandwidth", self.addition_bandwidth)
+        checks.check_bool("serial_reduction", self.serial_reduction)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
         for name, count in collections.Counter(one.name for one in self.resources).items():

@@ -319,7 +319,7 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
     Raises:
       ValueError: if the file's name ends otherwise.
       TypeError: if `path` is not a path, or `topology` not a topology.
-      FileNotFoundError: if the file's folder does not exist.
+      FileNotFoundError: if the file's folder does not exist, or the file is a folder.
       tf.errors.AlreadyExistsError: if this process is being profiled already.
 
     Example:
@@ -331,8 +331,10 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
       0
     """
     written = checks.check_path("path", path, ".json")
-    if not written.parent.is_dir():
-        raise FileNotFoundError(f"path must be in a folder that exists; got {os.fspath(path)!r}")
+    if written.is_dir() or not written.parent.is_dir():
+        raise FileNotFoundError(
+            f"path must be a file in a folder that exists; got {os.fspath(path)!r}"
+        )
     if topology is not None and not isinstance(topology, Topology):
         raise TypeError(f"topology must be a tfcdo.topology.Topology or None; got {topology!r}")
     profiler, traced = Profiler(topology), Trace()

@@ -96,8 +96,9 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     ours = step.is_ours(tf.distribute.get_strategy())
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
-        users = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
-        keras_internals.extend(users, "apply", updates.apply)
+        for name, function in (("apply", updates.apply), ("build", _in_scope)):
+            users = next(one for one in type(optimizer).__mro__ if name in vars(one))
+            keras_internals.extend(users, name, function)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -127,8 +128,16 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
                 f"get each replica's part of a gradient; got {steps}"
             )
         updates.assign_owners(extended, variables)
-    own(optimizer, variables)
+    _in_scope(own, optimizer, variables)
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
+
+
+def _in_scope(own: Function, optimizer: Any, variables: Any) -> None:
+    """Builds an optimizer in its strategy's scope: a program of one device calls it anywhere."""
+    strategy = keras_internals.strategy_of(optimizer)
+    is_outside = step.is_ours(strategy) and not tf.distribute.has_strategy()
+    with strategy.scope() if is_outside else contextlib.nullcontext():
+        own(optimizer, variables)
 
 
 def _add_slot(
