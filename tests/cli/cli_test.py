@@ -59,6 +59,7 @@ class CommandTest(cli_testing.CommandTestCase):
     @parameterized.parameters(
         ("click", "cli", "launch", "script.py"),
         ("psutil", "cli", "launch", "script.py"),
+        ("networkx", "cli", "plan", "--topology", "dgx1", "--draw", "a.png"),
         ("matplotlib", "plot", "plan", "--topology", "dgx1", "--draw", "a.png"),
     )
     def test_a_missing_package_gets_one_line_with_the_remedy(self, package, extra, *arguments):

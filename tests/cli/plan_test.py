@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import errno
 import os
 import re
 import sys
@@ -10,7 +11,7 @@ from unittest import mock
 
 import warm_python
 from absl.testing import absltest, parameterized
-from cli_testing import CommandTestCase, rows_of_table
+from cli_testing import CommandTestCase, rows_of_table, run_tfcdo
 from rich import console as rich_console
 
 from tfcdo.cli import options
@@ -203,6 +204,14 @@ class SavedTest(CommandTestCase):
         self.assertGreaterEqual(found.seconds, found.bound)
         ordered = simulator.simulate(found.plan, machine).seconds
         self.assertAlmostEqual(found.ordered_seconds, ordered)
+
+    def test_a_full_disk_is_not_taken_for_standard_output(self):
+        for option, name in (("--save", "plan.json"), ("--draw", "plan.svg")):
+            path = self.folder / name
+            path.symlink_to("/dev/full")
+            result = run_tfcdo("plan", "-t", "pcie:2", "-b", "1K", option, str(path))
+            expected = f"tfcdo: {path}: {os.strerror(errno.ENOSPC)}\n"
+            self.assertEqual((result.status, result.errors), (1, expected))
 
     def test_windows_are_saved(self):
         packs = plan_of_bytes(2, [(1, star(2), i - 2 if i > 1 else None) for i in range(5)])

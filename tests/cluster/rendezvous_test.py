@@ -89,6 +89,18 @@ class RendezvousTest(parameterized.TestCase):
             ends[0], f"port {self.ports[0]} of host 0 .* cannot be used on this machine: .*in use"
         )
 
+    def test_something_else_at_the_chiefs_address(self):
+        def talk() -> None:
+            with contextlib.suppress(OSError):  # It is closed.
+                while True:
+                    with listener.accept()[0] as peer:
+                        peer.sendall(b"\0\0\x12\4" + bytes(60))  # As TensorFlow's server begins.
+
+        with socket.create_server(("", self.ports[0])) as listener:
+            threading.Thread(target=talk, daemon=True).start()
+            ends = meet_all(self.addresses[:2], {1: {}}, timeout=1.0)
+        self.assertRegex(ends[1], f"{LATE}0 .*: something other .* is listening there.* end it")
+
     @parameterized.parameters(
         b"\xff\xfe\n",
         b'[1, {"version": "of a stranger"}]\n',

@@ -121,6 +121,8 @@ class BackupFolderTest(parameterized.TestCase):
         folder = self.write((0, 1))
         full = OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
         with mock.patch.object(owner, function, side_effect=full):
+            with self.assertRaisesRegex(OSError, "backup_dir cannot be written"):
+                backup_folder.BackupFolder(self.path).take()
             self.assert_write_fails(folder, "'.*': No space left on device; the backups")
 
     @parameterized.parameters(False, True)

@@ -253,6 +253,26 @@ class ExactTest(BackupTestCase):
         backup._writer.submit(int).result()
         self.assertEqual(fit(), fit(self.backup()))
 
+    def test_an_epoch_without_a_batch(self):
+        """Keras reports metrics of nothing for it, by the names in the last batch's logs."""
+
+        def fit(*callbacks: Any) -> Any:
+            keras.utils.set_random_seed(0)
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+            model.compile("sgd", "mse", metrics=["mae"], run_eagerly=True)
+            data = _data("finite").filter(lambda *batch: True)  # Its end is found in epoch 1.
+            options: Any = {"steps_per_epoch": 5, "epochs": 3, "verbose": 0}
+            return model.fit(data, callbacks=[*callbacks], **options).history
+
+        def end(epoch: int, logs: Any) -> None:
+            if epoch == 1:
+                raise KeyboardInterrupt
+
+        with self.assertRaises(KeyboardInterrupt):
+            fit(self.backup(), keras.callbacks.LambdaCallback(on_epoch_begin=end))
+        backup._writer.submit(int).result()
+        self.assertEqual({name: logs[1:] for name, logs in fit().items()}, fit(self.backup()))
+
     @parameterized.product(replicas=(1, 2), last=(2, 4))
     def test_a_model_without_a_call(self, replicas, last):
         """It reports a number of its last batch."""

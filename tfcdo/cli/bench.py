@@ -270,7 +270,8 @@ def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, descrip
     ]
     content = {**describe_environment(description), "results": measured}
     # NaN is null.
-    path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
+    with options.writing(path):
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(content), indent=1) + b"\n")
 
 
 def _show(title: str, measured: Sequence[Measurement], console: Console) -> None:

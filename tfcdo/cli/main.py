@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 
 # The extras that install packages which may be missing.
-_EXTRAS = {"click": "cli", "rich": "cli", "psutil": "cli", "matplotlib": "plot"}
+_EXTRAS = {"click": "cli", "rich": "cli", "psutil": "cli", "networkx": "cli", "matplotlib": "plot"}
 
 
 def main() -> None:

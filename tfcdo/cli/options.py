@@ -110,6 +110,16 @@ def new_file(*suffixes: str) -> Parsed:
     return Parsed("file", check)
 
 
+@contextlib.contextmanager
+def writing(path: pathlib.Path) -> Iterator[None]:
+    """Names a file in an error that does not: without a name it is taken for standard output's."""
+    try:
+        yield
+    except OSError as error:
+        error.filename = error.filename or str(path)
+        raise
+
+
 def option(names: str, kind: Any, text: str, default: Any = None, **settings: Any) -> Any:
     """Makes an option, with names such as "-n --iters iterations"; the help shows its default."""
     if default is not None:

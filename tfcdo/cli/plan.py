@@ -147,7 +147,7 @@ def plan(
         (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
     )
     if trees_file:
-        importlib.import_module("matplotlib")  # Before time is spent on data for it.
+        importlib.import_module("tfcdo.plot")  # Before time is spent on data for it.
     console = options.make_console()
     topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
@@ -168,7 +168,8 @@ def plan(
     _print_table(found, algorithm, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
-        saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
+        with options.writing(saved_file):
+            saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
     if trees_file:
         from tfcdo import plot
@@ -176,7 +177,8 @@ def plan(
         title = f"{chosen.label} on {topology.name}: {size} in {format_seconds(chosen.seconds)}"
         if chosen.bound:
             title += f", {chosen.ratio:.3f} x the bound"
-        plot.save_figure(plot.draw_trees(chosen.plan, topology, title), trees_file)
+        with options.writing(trees_file):
+            plot.save_figure(plot.draw_trees(chosen.plan, topology, title), trees_file)
         console.print(f"Drew {chosen.label} in {trees_file}", soft_wrap=True)
 
 

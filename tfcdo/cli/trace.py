@@ -60,7 +60,7 @@ def trace(
         try:
             if ended.wait(after):
                 return None
-            with recording.trace(output) as traced:
+            with options.writing(output), recording.trace(output) as traced:
                 began.set()
                 ended.wait(seconds)
             return traced

@@ -173,11 +173,25 @@ def _prove(channel: Connection, token: str, own: str, other: str) -> None:
     """
     nonce = secrets.token_bytes(32)
     channel.send_bytes(nonce)
-    for_other = f"tfcdo {own} ".encode() + channel.recv_bytes(32)
+    for_other = f"tfcdo {own} ".encode() + _receive(channel)
     channel.send_bytes(hmac.digest(os.fsencode(token), for_other, "sha256"))
     expected = hmac.digest(os.fsencode(token), f"tfcdo {other} ".encode() + nonce, "sha256")
-    if not hmac.compare_digest(expected, channel.recv_bytes(32)):
+    if not hmac.compare_digest(expected, _receive(channel)):
         raise AuthenticationError
+
+
+def _receive(channel: Connection) -> bytes:
+    """Returns the 32 bytes that a host sends here; raises a `ValueError` for a stranger's."""
+    try:
+        return channel.recv_bytes(32)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        # The first bytes of another protocol, such as TensorFlow's, are no length.
+        raise ValueError(
+            "something other than a host that starts is listening there, perhaps an earlier run; "
+            "end it, or give the task another port in the cluster's description on all hosts"
+        ) from error
 
 
 def _send(channel: Connection, answer: _Answer) -> None:

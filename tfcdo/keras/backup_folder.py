@@ -56,11 +56,11 @@ class BackupFolder:
     def take(self) -> None:
         """Makes this process the one that writes here; an earlier one then gets an error."""
         owner = {"run": self.run, "host": socket.gethostname(), "process": os.getpid()}
+        entering = self.path / f"owner-{self.run}"
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             for operation in protocol.take_folder():
                 if operation == "enter name":
-                    entering = self.path / f"owner-{self.run}"
                     with entering.open("wb") as file:
                         file.write(json.dumps(owner).encode())
                         os.fsync(file.fileno())
@@ -69,6 +69,8 @@ class BackupFolder:
                     for left in self.path.glob("writing-*"):
                         left.unlink(missing_ok=True)
         except OSError as error:
+            with contextlib.suppress(OSError):
+                entering.unlink()
             raise _with_path(error, "backup_dir", self.path) from error
 
     def positions(self) -> list[Position]:

@@ -145,7 +145,7 @@ class SkipBatches:
         self._train_function = model.train_function
         self._batch, self._before = batch, before
         self._calls = math.ceil(min(batch, steps or batch) / at_once)
-        self._logs = logs
+        self.logs = logs
         self._epoch_iterator = epoch_iterator
         model.train_function = self
 
@@ -162,9 +162,11 @@ class SkipBatches:
         if self._calls:
             self._calls -= 1
             # Keras returns them if it trains no other batch.
-            return self._logs or self._model.get_metrics_result()
+            return self.logs or self._model.get_metrics_result()
+        logs = self._train_function(iterator)
+        # Not before: an epoch without a batch reports by these logs.
         self._model.train_function = self._train_function
-        return self._train_function(iterator)
+        return logs
 
     def _drop(self, iterator: Any) -> None:
         """Drops, once, what the iterator gives before the batch."""

@@ -241,8 +241,9 @@ def _cliques_over_edges(edges: Sequence[tuple[Pair, Pair]]) -> Iterator[list[Pai
     try:
         import networkx as nx
     except ImportError as error:
-        raise ImportError(
-            "measuring links needs networkx: in a clone of tfcdo, pip install '.[cli]'"
+        raise ModuleNotFoundError(
+            "measuring links needs networkx: in a clone of tfcdo, pip install '.[cli]'",
+            name="networkx",  # The command `tfcdo` knows it by its name.
         ) from error
     covered: set[Sequence[Pair]] = set()
     cliques = map(sorted, nx.find_cliques(nx.Graph(edges)))

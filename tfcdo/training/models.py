@@ -218,6 +218,8 @@ def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
     """Returns the logs of an epoch: Keras takes the last step's from a `train_step` of a user's."""
+    # Where training has resumed, and an epoch has no batch, Keras still has the last batch's.
+    logs = logs or getattr(model.train_function, "logs", logs)
     strategy, found = model.distribute_strategy, own(model, logs)
     several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
     # Else Keras has read the metrics, of all replicas.
