@@ -95,8 +95,19 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
 
 
 def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
-    """Writes a figure to a file, .svg or .png; the same plan gives the same file."""
+    """Writes a figure to a file; the same plan gives the same file.
+
+    Args:
+      figure: a figure of `draw_trees`, or another one of Matplotlib.
+      path: the file, which ends in .svg or .png.
+
+    Raises:
+      TypeError: if `figure` is not a figure, or `path` not a path.
+      ValueError: if the file's name ends otherwise.
+      OSError: if the file cannot be written.
+    """
     path = checks.check_path("path", path, ".svg", ".png")
+    checks.check_type("figure", figure, Figure, "tfcdo.plot.draw_trees")
     _fix_layout(figure)
     if path.suffix == ".svg":
         for artist in figure.findobj():

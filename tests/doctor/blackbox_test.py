@@ -80,7 +80,7 @@ class BlackBoxTest(parameterized.TestCase):
             ([self.write("bad", {"host": 1})], "is not a black box of tfcdo: .*missing"),
             ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
-            ([str(self.folder / "none")], "No such file"),
+            ([str(self.folder / "none")], f"^tfcdo: {self.folder}/none: No such file"),
             ([], "--blackbox requires files; see tfcdo doctor --help"),
         ):
             with self.subTest(message):

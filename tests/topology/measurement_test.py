@@ -77,6 +77,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             (times % b"[[9, 0.1], [8, 0.1]]", "ascending order"),
             (times % b"[[0, 0.1]]", r"`int` >= 1 - at `\$.nccl"),
             (times % b"[[8, -0.1]]", r"`float` > 0.0 - at `\$.nccl"),
+            (times % b"[[8, Infinity]]", r"`float` <= 1.79.* - at `\$.nccl"),
+            (times % b"[[1%030d, 0.1]]" % 0, "int"),
             (times % b"[[8, NaN]]", r"`float` > 0.0 - at `\$.nccl"),
         ):
             damaged.write_bytes(content)

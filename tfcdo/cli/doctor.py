@@ -47,7 +47,7 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
     if blackbox:
         try:
             click.echo("\n".join(black_boxes.compare(black_boxes.read(files))))
-        except (OSError, ValueError) as error:
+        except ValueError as error:
             raise click.ClickException(str(error)) from error
         return 0
     console = options.make_console()

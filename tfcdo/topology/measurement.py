@@ -11,6 +11,7 @@ import math
 import os
 import pathlib
 import statistics
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from typing import Annotated, Any, TypeAlias
@@ -277,14 +278,15 @@ def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     return tuple(times)
 
 
-_Above0 = msgspec.Meta(gt=0)
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Seconds = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 
 class _MeasuredDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     format: int = FORMAT
     topology: TopologyDocument
     date: str
-    nccl: tuple[tuple[Annotated[int, _Above0], Annotated[float, _Above0]], ...] = ()
+    nccl: tuple[tuple[_Bytes, _Seconds], ...] = ()
 
 
 @dataclasses.dataclass(frozen=True)
