@@ -106,6 +106,24 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             parts.cut(_Dataset.range(5), 0, 2, 2)
 
 
+class EndTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_data_that_end_after_data_that_do_not(self, is_full):
+        """The last execution has a step less than the others."""
+        with strategy_of(2).scope():
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+            model.compile("sgd", "mse", steps_per_execution=2)
+        data = _Dataset.from_tensor_slices(dense_data(18)).batch(6, drop_remainder=is_full)
+        model.fit(data.repeat(), steps_per_epoch=2, verbose=0)
+        ends: list[int] = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: ends.append(batch)
+        )
+        model.fit(data, callbacks=[note], verbose=0)
+        self.assertLen(ends, 2)
+        self.assertEqual(5, model.optimizer.iterations.numpy())
+
+
 class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     # Whether hosts that make such a dataset may draw other orders, and are warned.
     @parameterized.named_parameters(
