@@ -213,6 +213,12 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
 
 
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many elements a dataset puts into each of its own; None if it does not batch."""
+    size = getattr(dataset, "_batch_size", None)
+    return None if size is None else int(size)
+
+
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
     """Returns whether a dataset draws another order each time."""
     return getattr(dataset, "_reshuffle_each_iteration", False) is not False

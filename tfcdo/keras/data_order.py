@@ -91,6 +91,7 @@ def resumable_dataset(
         .prefetch(tf.data.AUTOTUNE)
     )
     setattr(dataset, _ORDER, Order(first, batch_size))
+    setattr(dataset, parts.SEEDS, [(seed, 1)] if shuffle else [])
     return dataset
 
 
