@@ -192,7 +192,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
     _agree_on_steps(own, model, args, kwargs)
-    with keras_internals.fitting():
+    with keras_internals.fitting(model):
         history = own(model, *args, **kwargs)
     if is_ours:
         diloco.finish(model.distribute_strategy, updates.states_of_model(model))
