@@ -299,14 +299,16 @@ def mark_step(own: Callable[..., Any], model: Any, step: Callable[..., Any]) -> 
 
 
 @contextlib.contextmanager
-def fitting() -> Iterator[None]:
-    """Notes that a `fit` runs."""
+def fitting(model: Any) -> Iterator[None]:
+    """Notes that a `fit` runs; ends what `BackupAndRestore` has set for it, also after an error."""
     global _running_fits
     _running_fits += 1
     try:
         yield
     finally:
         _running_fits -= 1
+        set_initial_epoch(model, None)
+        model.train_function = getattr(model.train_function, "stands_for", model.train_function)
 
 
 def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:

@@ -371,6 +371,8 @@ class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
 class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     """Does the strategy's work for TensorFlow: devices, variables, and reductions."""
 
+    _has_server = False  # Of the process, which has one.
+
     def __init__(
         self,
         strategy: MultiWorkerMirroredStrategy,
@@ -407,15 +409,16 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         membership = ""
         if not tf_internals.tensorflow_has_started():
             membership = _prepare(cluster, settings, devices_per_worker, timeout)
-        elif cluster is not None and joined is None:
+        elif cluster is not None and not self._has_server:
             raise RuntimeError(
                 "MultiWorkerMirroredStrategy must be made before anything else of TensorFlow runs, "
                 "tf.config.list_logical_devices() included: create the strategy first"
             )
         # TensorFlow would set its server up again for another strategy, and data that hosts are
         # sending each other by then would never arrive.
-        self._std_server_started = joined is not None
+        self._std_server_started = self._has_server
         super().__init__(strategy, cluster_resolver=resolver, communication_options=options)
+        _MultiWorkerExtended._has_server |= cluster is not None
         ops = self._ops_alone = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
             joined = session.join(

@@ -28,6 +28,7 @@ from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import input_util as _input_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
@@ -115,6 +116,8 @@ OVERRIDES: tuple[private_names.Member, ...] = (
         for name in ("add", "div", "max", "min", "mul", "sub", "update")
     ),
     (Trackable, "_track_trackable", ("self", "trackable", "name", "overwrite")),
+    (_input_lib.DistributedDatasetAndIteratorSpec, "_serialize", ("self",)),
+    (_input_lib.DistributedDatasetAndIteratorSpec, "sanity_check_type", ("self", "other")),
     *((tf.distribute.CrossDeviceOps, *member) for member in _OF_CROSS_DEVICE_OPS.items()),
 )
 private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
@@ -155,6 +158,29 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
 _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 
 
+_Spec = _input_lib.DistributedDatasetAndIteratorSpec
+_serialize, _check_type = _Spec._serialize, _Spec.sanity_check_type
+
+
+def _end_of(spec: Any) -> tuple[Any, ...]:
+    """Returns by what a traced function takes elements otherwise: where the data may end."""
+    kinds = (tf.data.INFINITE_CARDINALITY, 0)
+    known = spec._cardinality if spec._cardinality in kinds else None
+    return known, spec._enable_get_next_as_optional
+
+
+def _check_end(self: Any, other: Any) -> None:
+    _check_type(self, other)
+    if _end_of(self) != _end_of(other):
+        raise ValueError(f"no TypeSpec is compatible with both {self} and {other}")
+
+
+# TensorFlow calls a function that was traced for endless data for all data of the same shapes. It
+# then fails where these end, and amid an execution of several steps of `fit`.
+_Spec._serialize = lambda self: (*_serialize(self), *_end_of(self))
+_Spec.sanity_check_type = _check_end
+
+
 def distributed_dataset(
     extended: Any, dataset: tf.data.Dataset, cardinality: int, options: Any
 ) -> Any:
@@ -185,6 +211,12 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
 def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     """Returns the seeds of a dataset's own random order; two zeros are no seed."""
     return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
+
+
+def batch_size_of(dataset: tf.data.Dataset) -> int | None:
+    """Returns how many elements a dataset puts into each of its own; None if it does not batch."""
+    size = getattr(dataset, "_batch_size", None)
+    return None if size is None else int(size)
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:

@@ -361,6 +361,9 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
     batches = strategy.distribute_datasets_from_function(data)
     with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
+    arrays = np.ones([24, 2]), np.ones([24, 1])
+    with disagreeing("batch size", "batch_size: (4.* 6|6.* 4)"):
+        model.fit(*arrays, 4 if is_chief else 6, verbose=0)
 
 
 def unlike_correct(strategy: Any) -> None:

@@ -455,8 +455,27 @@ class BadInputTest(BackupTestCase):
             with self.assertRaises(KeyboardInterrupt):
                 fit(same, _End(2))
         backup._writer.submit(int).result()
+        self.assertEqual(fit(), [0, 1, 2, 3])
         shutil.rmtree(self.folder)
         self.assertEqual(fit(same), [0, 1, 2, 3])
+
+    def test_fit_after_one_that_failed_before_it_had_resumed(self):
+        model = keras.Sequential([keras.Input([4]), keras.layers.Dense(1)])
+        model.compile("sgd", "mse", run_eagerly=True)
+
+        def fit(*callbacks: Any) -> int:
+            before = model.optimizer.iterations.numpy()
+            model.fit(_data("finite"), verbose=0, callbacks=list(callbacks))
+            return int(model.optimizer.iterations.numpy() - before)
+
+        def end(batch: int, logs: Any) -> None:
+            raise KeyboardInterrupt
+
+        early = keras.callbacks.LambdaCallback(on_train_batch_begin=end)
+        for one in _End(3), early:
+            with self.assertRaises(KeyboardInterrupt):
+                fit(self.backup(save_freq=1), one)
+        self.assertEqual(5, fit())
 
     def test_fit_in_another_thread_says_that_sigterm_is_not_heard(self):
         with (

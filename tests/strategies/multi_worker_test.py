@@ -138,13 +138,22 @@ def functions_end(strategy: Any) -> None:
         assert graph() is None, wire
 
 
+def another_strategy(strategy: Any) -> None:
+    """Sums with a strategy that the process makes after its first one."""
+    check_all_reduces(other_strategy(strategy))
+
+
 _TIMEOUT = 240.0
 _TRAINING = ("end_of_data", "flat")
 _OTHERS = ("unlike_correct", "unlike_refused", "explained", "all_values", "functions_end")
 
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters((2, 2, (*_OTHERS, *_TRAINING)), (3, 1, ("all_values",)))
+    @parameterized.parameters(
+        (2, 2, (*_OTHERS, *_TRAINING)),
+        (3, 1, ("all_values",)),
+        (1, 2, ("another_strategy",)),
+    )
     def test_as_one_device(self, hosts, devices, names):
         results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)
         for name in set(_TRAINING) & set(names):

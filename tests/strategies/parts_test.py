@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import typing
 from typing import Any
 from unittest import mock
@@ -13,6 +14,7 @@ from absl.testing import parameterized
 from keras_training import dense_data, strategy_of
 
 from tfcdo import log
+from tfcdo.cluster import protocol
 from tfcdo.training import parts
 
 _Dataset = tf.data.Dataset
@@ -106,6 +108,24 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             parts.cut(_Dataset.range(5), 0, 2, 2)
 
 
+class EndTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters(False, True)
+    def test_data_that_end_after_data_that_do_not(self, is_full):
+        """The last execution has a step less than the others."""
+        with strategy_of(2).scope():
+            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
+            model.compile("sgd", "mse", steps_per_execution=2)
+        data = _Dataset.from_tensor_slices(dense_data(18)).batch(6, drop_remainder=is_full)
+        model.fit(data.repeat(), steps_per_epoch=2, verbose=0)
+        ends: list[int] = []
+        note = keras.callbacks.LambdaCallback(
+            on_train_batch_end=lambda batch, logs: ends.append(batch)
+        )
+        model.fit(data, callbacks=[note], verbose=0)
+        self.assertLen(ends, 2)
+        self.assertEqual(5, model.optimizer.iterations.numpy())
+
+
 class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     # Whether hosts that make such a dataset may draw other orders, and are warned.
     @parameterized.named_parameters(
@@ -114,20 +134,34 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("sample", True, lambda: _Dataset.sample_from_datasets([_Dataset.range(3)] * 2)),
         ("indices", True, lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
         # Keras gives such a seed to datasets from directories, a number from numpy.
-        ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), [1]),
-        ("no_shuffle", False, lambda: _Dataset.range(4).batch(2), [1]),
+        ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), True),
+        ("no_shuffle", False, lambda: _Dataset.range(4).batch(2)),
         ("seed", False, lambda: _Dataset.range(4).shuffle(4, seed=0)),
-        ("global_seed", False, lambda: _Dataset.range(4).shuffle(4), [], 3),
+        ("global_seed", False, lambda: _Dataset.range(4).shuffle(4), False, 3),
         ("random_numbers", False, lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
         ("policy_off", False, lambda: _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)),
         ("files", False, lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
         ("files_of_a_reader", False, lambda: _lines([__file__] * 2).shuffle(4)),
     )
-    def test_orders_that_may_differ(self, expected, make, differing=(), global_seed=None):
+    def test_orders_that_may_differ(self, expected, make, seeds_differ=False, global_seed=None):
+        def differing(_, text):
+            return {1: json.dumps([json.loads(text)[0], []])} if seeds_differ else {}
+
         tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
         with mock.patch.object(log, "warn_once") as warn:
-            parts.prepared(make(), mock.Mock(**{"differing.return_value": list(differing)}))
+            parts.prepared(make(), mock.Mock(differing=differing))
         self.assertEqual(expected, warn.called)
+
+    @parameterized.parameters(
+        (12, 3, "batch_size, element 0 of 1: 2 on host 0, 3 on host 1"),
+        (7, 2, "lengths, element 1 of 3: 6 on host 0, 3 on host 1"),
+    )
+    def test_batches_that_differ(self, length, size, difference):
+        session = mock.Mock(**{"differing.return_value": {}, "cluster.index": 0})
+        parts.prepared(_Dataset.range(length).batch(size, drop_remainder=True).repeat(), session)
+        session.differing.return_value = {1: session.differing.call_args.args[1]}
+        with self.assertRaisesRegex(protocol.DisagreementError, difference):
+            parts.prepared(_Dataset.range(12).batch(2).repeat(), session)
 
     @parameterized.named_parameters(*_STRUCTURES)
     def test_copies_of_arrays_have_the_same_structure(self, make):

@@ -249,6 +249,8 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
     names = variables.get("SLURM_STEP_NODELIST", "")
     shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=-1, text=True)
     hosts, deals = shown.stdout.split(), variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    if not hosts:
+        raise ValueError(f"`scontrol show hostnames {names}` has named no host: see its error")
     # Such as "2(x3),1": two tasks on each of three nodes, one on the fourth.
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", deals)
     tasks = [int(each) for each, times in found for _ in range(int(times or 1))]

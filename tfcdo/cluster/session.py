@@ -104,15 +104,15 @@ class Session:
             raise LateHostError(f"{protocol.LATE}: {self.cluster.name(0)} does not answer")
         return text
 
-    def differing(self, kind: str, text: str) -> list[int]:
-        """Tells the others a text; returns those that have told another one by now."""
+    def differing(self, kind: str, text: str) -> dict[int, str]:
+        """Tells the others a text; returns the other texts that some have told by now."""
         # Nobody waits here. The last host to come sees the texts of all.
         with self._lock:
             turn = next(self._uses[kind])
         name = f"told/{kind}/{turn}"
         self.store.set(f"{name}/{self.cluster.index}", text)
         told = {host: self.store.get(f"{name}/{host}", 0.01) for host in self.cluster.others}
-        return [host for host, other in told.items() if other not in (None, text)]
+        return {h: other for h, other in told.items() if other is not None and other != text}
 
     def next_keys(self, description: Description, count: int) -> list[int]:
         """Returns keys for the next use of one kind of collectives, the same on all hosts."""

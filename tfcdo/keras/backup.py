@@ -118,7 +118,6 @@ class BackupAndRestore(Callback):
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
         self._iterator = keras_internals.epoch_iterator(self.model)
-        data_order.SkipBatches.remove_from(self.model)
         self._is_chief = strategies.is_chief()
         if self._is_chief:
             self._folder.take()
@@ -129,8 +128,6 @@ class BackupAndRestore(Callback):
         self._restored: Any = restored
         self._progress = _Progress()
         self._logs: dict[str, float] = {}  # The last batch's.
-        # An earlier `fit` may have ended with an error.
-        keras_internals.set_initial_epoch(self.model, None)
         if restored is not None:
             self._restore(*restored)
         elif others := self._folder.backups_of_others():
@@ -218,7 +215,6 @@ class BackupAndRestore(Callback):
             self._save()
         self._finish_writing()  # A SIGTERM meanwhile does not end the process.
         self._preemption.stop()
-        keras_internals.set_initial_epoch(self.model, None)
         if self._mark is not None:
             self._mark.remove()
         if self.delete_checkpoint and self._is_chief:

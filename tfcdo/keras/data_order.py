@@ -91,6 +91,7 @@ def resumable_dataset(
         .prefetch(tf.data.AUTOTUNE)
     )
     setattr(dataset, _ORDER, Order(first, batch_size))
+    setattr(dataset, parts.SEEDS, [(seed, 1)] if shuffle else [])
     return dataset
 
 
@@ -142,18 +143,12 @@ class SkipBatches:
                 f"{batch}: compile with a divisor of it"
             )
         self._model = model
-        self._train_function = model.train_function
+        self.stands_for = model.train_function
         self._batch, self._before = batch, before
         self._calls = math.ceil(min(batch, steps or batch) / at_once)
         self.logs = logs
         self._epoch_iterator = epoch_iterator
         model.train_function = self
-
-    @staticmethod
-    def remove_from(model: keras.Model) -> None:
-        """Puts back the train function, if a `fit` has ended before this did."""
-        if isinstance(model.train_function, SkipBatches):
-            model.train_function = model.train_function._train_function
 
     def __call__(self, iterator: Any) -> Any:
         """Skips one call of the train function, or ends the skipping."""
@@ -163,9 +158,9 @@ class SkipBatches:
             self._calls -= 1
             # Keras returns them if it trains no other batch.
             return self.logs or self._model.get_metrics_result()
-        logs = self._train_function(iterator)
+        logs = self.stands_for(iterator)
         # Not before: an epoch without a batch reports by these logs.
-        self._model.train_function = self._train_function
+        self._model.train_function = self.stands_for
         return logs
 
     def _drop(self, iterator: Any) -> None:

@@ -28,6 +28,11 @@ _OF_INDEX, _FIRST, _SECOND = (
 )
 _HALF = np.int64(32)
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
+# Arguments of `fit`, `evaluate` and `predict` by which hosts take steps.
+_OF_STEPS = (
+    *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
+    *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
+)
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 
@@ -195,11 +200,30 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_ours and len(args) < 2 and isinstance(data, tf.data.Dataset):
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
-    with keras_internals.fitting():
+    _agree_on_steps(own, model, args, kwargs)
+    with keras_internals.fitting(model):
         history = own(model, *args, **kwargs)
     if is_ours:
         diloco.finish(model.distribute_strategy, updates.states_of_model(model))
     return history
+
+
+def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
+    """Raises an error on all hosts whose arguments of `fit` and the like are not the same."""
+    # Parts of unlike batches fit together, but are not those of one batch.
+    strategy = model.distribute_strategy
+    several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
+    joined = session.current() if several else None
+    if joined is None:
+        return
+    call = inspect.signature(own).bind(model, *args, **kwargs)
+    call.apply_defaults()
+    known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
+    if known:
+        for name in ("x", "y"):
+            values = tf.nest.flatten(call.arguments.get(name))
+            known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
+        joined.agree({"what": own.__name__, **known})
 
 
 def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -253,6 +277,7 @@ def _as_number(value: Any) -> Any:
 
 def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Uses or saves a model's parameters that all hosts have."""
+    _agree_on_steps(own, model, args, kwargs)
     with diloco.common_parameters(model):
         return own(model, *args, **kwargs)
 

@@ -16,6 +16,7 @@ from tfcdo.cluster.session import Session
 from tfcdo.training import step
 
 _POLICY = tf.data.experimental.AutoShardPolicy
+SEEDS = "_tfcdo_seeds"  # The attribute of a dataset whose order nothing else shows.
 _READERS = ("RecordDataset", "TextLineDataset")
 
 
@@ -36,7 +37,7 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
             "StopIteration where one device trains nothing"
         )
     if session is not None:
-        _warn_if_unlike(dataset, session)
+        _check_alike(dataset, session)
     python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
     return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
 
@@ -161,17 +162,32 @@ def _copies(values: Any) -> Any:
     return tf.nest.map_structure(copy, values, expand_composites=True)
 
 
-def _warn_if_unlike(dataset: tf.data.Dataset, session: Session) -> None:
-    """Warns if hosts take their parts of one dataset in different orders."""
-    if dataset.options().experimental_distribute.auto_shard_policy == _POLICY.OFF:
-        return
+def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
+    """Raises an error if hosts take their parts of unlike batches; warns of unlike orders."""
     parts = list(made_from(dataset))
-    kind = protocol.digest({"elements": str(dataset.element_spec)})
+    policy = dataset.options().experimental_distribute.auto_shard_policy
     # TensorFlow deals out the files, if there are any, before all else.
-    seeds = [] if any(map(_reads_files, parts)) else [s for part in parts for s in _seeds(part)]
+    if policy == _POLICY.OFF or any(map(_reads_files, parts)):
+        return
+    specs = tf.nest.flatten(dataset.element_spec)
+    kind = protocol.digest({"elements": [str(getattr(one, "shape", [0])[1:]) for one in specs]})
+    seeds = [seed for part in parts for seed in _seeds(part)]
+    sizes = {
+        "lengths": [int(part.cardinality()) for part in parts],
+        "batch_size": list(filter(None, map(tf_internals.batch_size_of, parts))),
+    }
+    me = session.cluster.index
+    unlike = session.differing(kind, json.dumps([sizes, seeds]))
+    for host, (others, _) in ((host, json.loads(text)) for host, text in unlike.items()):
+        if others != sizes:
+            details = protocol.differences(sizes, f"host {me}", others, f"host {host}")
+            raise protocol.DisagreementError(
+                f"the data of {session.cluster.name(me)} and {session.cluster.name(host)} differ: "
+                f"{details}"
+            )
     if (0, 0) in seeds:
         how = "without a seed"
-    elif seeds and session.differing(kind, json.dumps(seeds)):
+    elif unlike:
         how = "with other seeds than on another host"
     else:
         return
@@ -193,6 +209,7 @@ def _seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
     """Yields the seeds of a dataset's random orders; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
     yield from tf_internals.seeds_of(dataset)
+    yield from getattr(dataset, SEEDS, ())
     for node in tf_internals.nodes_of(dataset):
         if node.op == "RandomShuffle":
             yield node.attr["seed"].i, node.attr["seed2"].i
