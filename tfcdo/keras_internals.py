@@ -282,6 +282,7 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
 
 _running_fits = 0
 _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
+_resumed: weakref.WeakSet[Any] = weakref.WeakSet()
 
 
 def method_of_step(function: Any) -> str | None:
@@ -307,7 +308,9 @@ def fitting(model: Any) -> Iterator[None]:
         yield
     finally:
         _running_fits -= 1
-        set_initial_epoch(model, None)
+        if model in _resumed:  # What Keras's own callback sets stays, as without tfcdo.
+            _resumed.discard(model)
+            model._initial_epoch = None
         model.train_function = getattr(model.train_function, "stands_for", model.train_function)
 
 
@@ -395,9 +398,10 @@ def count_batches(iterator: Any, batches: int) -> None:
     iterator._steps_seen += batches
 
 
-def set_initial_epoch(model: Any, epoch: int | None) -> None:
-    """Sets the epoch that a model's running `fit` begins with; None for its argument's."""
+def set_initial_epoch(model: Any, epoch: int) -> None:
+    """Sets the epoch that a model's running `fit` begins with, in place of its argument's."""
     model._initial_epoch = epoch
+    _resumed.add(model)
 
 
 @contextlib.contextmanager

@@ -158,8 +158,12 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_batches_that_differ(self, length, size, difference):
         session = mock.Mock(**{"differing.return_value": {}, "cluster.index": 0})
-        parts.prepared(_Dataset.range(length).batch(size, drop_remainder=True).repeat(), session)
-        session.differing.return_value = {1: session.differing.call_args.args[1]}
+        data = _Dataset.range(length).batch(size, drop_remainder=True)
+        for same in (data.repeat(), data.prefetch(1).repeat()):
+            parts.prepared(same, session)
+        told, again = (call.args[1] for call in session.differing.call_args_list)
+        self.assertEqual(told, again)
+        session.differing.return_value = {1: told}
         with self.assertRaisesRegex(protocol.DisagreementError, difference):
             parts.prepared(_Dataset.range(12).batch(2).repeat(), session)
 
