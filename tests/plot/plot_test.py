@@ -175,8 +175,8 @@ class SaveTest(parameterized.TestCase):
             (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(figure, "a.jpg")),
             (
                 TypeError,
-                "figure must be a Figure, .*; got None",
-                lambda: save_figure(None, "a.png"),
+                "figure must be a Figure, .*; got .ring",
+                lambda: save_figure(name, "a.png"),
             ),
         ):
             with self.assertRaisesRegex(error, message):
