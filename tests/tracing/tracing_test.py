@@ -289,6 +289,26 @@ class TraceSummaryTest(absltest.TestCase):
         line = r"2 steps of .*: all-reduce .* exposed; slowest edge tfcdo.*\n"
         self.assertRegex(output.getvalue(), f"^{line}{line}$")
 
+    def test_after_a_fit_that_failed(self):
+        step = step_on(_chain(), range(_DEVICES))
+        made = [tfcdo.keras.TraceSummary(skip=0, steps=2)]
+
+        def begin() -> None:
+            made[0].on_epoch_begin(0)
+            made[0].on_train_batch_begin(0)
+            step()
+
+        begin()
+        with contextlib.redirect_stdout(io.StringIO()) as output:
+            self.run_epoch(made[0], 0, step)
+        self.assertStartsWith(output.getvalue(), "2 steps of ")
+        begin()
+        made.clear()
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
+        with tfcdo.trace(path) as traced:
+            step()
+        self.assertEqual(traced.summary.num_steps, 1)
+
     def test_where_something_else_profiles(self):
         error = tf.errors.AlreadyExistsError(None, None, "another profiler")
         log.warn_once.cache_clear()

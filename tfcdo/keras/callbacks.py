@@ -58,6 +58,7 @@ class TraceSummary(Callback):
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Decides whether this epoch is recorded; Keras calls it."""
+        self._stop()  # After a `fit` that has failed.
         self._is_wanted = epoch % self._every == 0
         self._seen, self._text = 0, ""
 

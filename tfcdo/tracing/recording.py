@@ -11,6 +11,7 @@ import os
 import pathlib
 import statistics
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any
 
@@ -227,12 +228,15 @@ class Profiler:
             folder.cleanup()
             raise
         self._folder = folder
+        # A `fit` that fails calls no callback at its end, and nothing else could be profiled then.
+        self._forgotten = weakref.finalize(self, tf.profiler.experimental.stop, save=False)
 
     def stop(self) -> Recording:
         """Stops the profiler and reads its files."""
         if self._folder is None:
             raise RuntimeError("start the profiler before it is stopped")
         folder, self._folder = self._folder, None
+        self._forgotten.detach()
         with folder as path:
             tf.profiler.experimental.stop()
             return Recording(profile.read(pathlib.Path(path)), recently_planned(), self._topology)
