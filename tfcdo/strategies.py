@@ -561,6 +561,7 @@ def _prepare(
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,
         "version of TensorFlow": tf.__version__,
+        "version of Keras": keras.__version__,
         **own_settings,
     }
     membership = rendezvous.meet(cluster, settings, timeout, worker.cluster_token())
