@@ -28,6 +28,7 @@ from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
+from tensorflow.python.distribute import input_lib as _input_lib
 from tensorflow.python.distribute import input_util as _input_util
 from tensorflow.python.distribute import mirrored_strategy as _mirrored_strategy
 from tensorflow.python.distribute import values as _values
@@ -153,6 +154,26 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
 # For elements such as `(x, y, None)`: a step of `fit` makes an empty value of each spec, for a
 # replica without data.
 _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
+
+# The trace of a function of an iterator over endless data does not look for the data's end. For
+# TensorFlow it is one of all data: a step ended with an error amid the last batch of other data.
+_IteratorSpec = _input_lib.DistributedDatasetAndIteratorSpec
+_serialize, _check_type = _IteratorSpec._serialize, _IteratorSpec.sanity_check_type
+
+
+def _kind_of_end(spec: Any) -> tuple[bool, bool]:
+    is_endless = int(spec._cardinality) == tf.data.INFINITE_CARDINALITY
+    return is_endless, bool(spec._enable_get_next_as_optional)
+
+
+def _check_type_and_end(spec: Any, other: Any) -> None:
+    _check_type(spec, other)
+    if _kind_of_end(spec) != _kind_of_end(other):
+        raise ValueError("iterators whose data ends differently")
+
+
+_IteratorSpec._serialize = lambda spec: (*_serialize(spec), _kind_of_end(spec))
+_IteratorSpec.sanity_check_type = _check_type_and_end
 
 
 def distributed_dataset(

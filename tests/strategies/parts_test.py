@@ -76,6 +76,21 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
                     if whole is not None:
                         self.assertAllEqual(_dense(whole)[start : start + count], _dense(mine))
 
+    def test_a_function_of_iterators_finds_the_end_of_data(self):
+        """TensorFlow used its trace for endless data, as of a step of several executions."""
+
+        @tf.function(reduce_retracing=True)
+        def has_batch(iterator):
+            return iterator.get_next_as_optional().has_value()
+
+        strategy = strategy_of(2)
+        dataset = _Dataset.range(6).batch(2, drop_remainder=True)
+        for data in (dataset.repeat(), dataset):
+            iterator = iter(strategy.experimental_distribute_dataset(data))
+            have = [bool(has_batch(iterator)) for _ in range(4)]
+        self.assertEqual([True, True, True, False], have)
+        self.assertEqual(2, has_batch.experimental_get_tracing_count())
+
     def test_shapes_stay_known_where_batches_divide(self):
         full = _Dataset.range(12).batch(6, drop_remainder=True)
         self.assertEqual([2], parts.cut(full, 0, 3, 3).element_spec.shape)
