@@ -268,6 +268,21 @@ class OwnLoopTest(kt.TrainingTestCase):
         with strategy.scope(), self.assertRaisesRegex(ValueError, f"{named}.* must be made in the"):
             model.fit(*kt.dense_data(), verbose=0)
 
+    @parameterized.parameters((False,), (True,))
+    def test_built_outside_of_the_scope(self, sharded):
+        """The loss scale had been one variable, which each replica doubled."""
+
+        def trained(count: int) -> keras.Model:
+            with kt.strategy_of(count, shard_optimizer_state=sharded).scope():
+                sgd = ko.SGD(0.1, 0.9, gradient_accumulation_steps=2)
+                optimizer = ko.LossScaleOptimizer(sgd, 8.0, dynamic_growth_steps=2)
+                model = kt.model_of(kt.dense_layers, optimizer)
+            optimizer.build(model.trainable_variables)
+            model.fit(*kt.dense_data(), 10, shuffle=False, verbose=0)
+            return model
+
+        self.assert_same_training(trained(1), trained(2))
+
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])

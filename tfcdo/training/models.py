@@ -96,8 +96,9 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     ours = step.is_ours(tf.distribute.get_strategy())
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
-        users = next(one for one in type(optimizer).__mro__ if "apply" in vars(one))
-        keras_internals.extend(users, "apply", updates.apply)
+        for name, function in (("apply", updates.apply), ("build", _build_in_scope)):
+            users = next(one for one in type(optimizer).__mro__ if name in vars(one))
+            keras_internals.extend(users, name, function)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -107,6 +108,15 @@ def _extended_of(optimizer: Any) -> Any:
     strategy = keras_internals.strategy_of(optimizer)
     ours = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
     return strategy.extended if ours and not diloco.is_outer(optimizer) else None
+
+
+def _build_in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
+    """Makes all variables of an optimizer in the scope that it was made in."""
+    # Outside of it, Keras fails, or makes one variable of all replicas.
+    strategy = keras_internals.strategy_of(optimizer)
+    is_outside = step.is_ours(strategy) and tf.distribute.get_strategy() is not strategy
+    with strategy.scope() if is_outside else contextlib.nullcontext():
+        own(optimizer, *args, **kwargs)
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
