@@ -137,12 +137,12 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
     diloco.build(keras_internals.strategy_of(optimizer), optimizer, variables)
 
 
-def _in_scope(own: Function, optimizer: Any, variables: Any) -> None:
+def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Builds an optimizer in its strategy's scope: a program of one device calls it anywhere."""
     strategy = keras_internals.strategy_of(optimizer)
     is_outside = step.is_ours(strategy) and not tf.distribute.has_strategy()
     with strategy.scope() if is_outside else contextlib.nullcontext():
-        own(optimizer, variables)
+        own(optimizer, *args, **kwargs)
 
 
 def _add_slot(
