@@ -215,7 +215,9 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
             values = tf.nest.flatten(call.arguments.get(name))
             known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
         about = {
-            "optimizer": list(map(_name_of, keras_internals.leaves(model.optimizer))),
+            "optimizer": list(
+                map(_name_of, keras_internals.leaves(getattr(model, "optimizer", None)))
+            ),
             "loss": list(map(_name_of, tf.nest.flatten(getattr(model, "loss", None)))),
             "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
         }
