@@ -364,6 +364,10 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
     arrays = np.ones([24, 2]), np.ones([24, 1])
     with disagreeing("batch size", "batch_size: (4.* 6|6.* 4)"):
         model.fit(*arrays, 4 if is_chief else 6, verbose=0)
+    with strategy.scope():
+        model.compile("sgd", "mse" if is_chief else keras.losses.MeanAbsoluteError())
+    with disagreeing("loss", "loss, element 0 of 1: (mse.* Mean.*|Mean.* mse)"):
+        model.fit(*arrays, verbose=0)
 
 
 def unlike_correct(strategy: Any) -> None:

@@ -223,7 +223,19 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
         for name in ("x", "y"):
             values = tf.nest.flatten(call.arguments.get(name))
             known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
-        joined.agree({"what": own.__name__, **known})
+        about = {
+            "optimizer": list(
+                map(_name_of, keras_internals.leaves(getattr(model, "optimizer", None)))
+            ),
+            "loss": list(map(_name_of, tf.nest.flatten(getattr(model, "loss", None)))),
+            "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
+        }
+        joined.agree({"what": own.__name__, **known, **about})
+
+
+def _name_of(value: Any) -> str:
+    """Returns the name of a string, a function or an object's class."""
+    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
 
 
 def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
