@@ -25,7 +25,7 @@ import tfcdo
 from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, WANTED, Measurement
 from tfcdo.cli import options
-from tfcdo.log import format_bytes, format_seconds
+from tfcdo.log import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import devices as bench_devices
@@ -225,14 +225,15 @@ def workers(
     except worker_pool.WorkerError as error:
         raise click.ClickException(str(error)) from error
     size = found[0].size
-    title = f"{num_workers} workers with {num_devices} virtual CPU devices each, "
+    devices = format_count(num_devices, "virtual CPU device")
+    title = f"{num_workers} workers with {devices} each, "
     _show(f"{title}{format_bytes(size)} of gradients", found, console)
     if rate:
         # Patarasuk and Yuan 2009: each of N workers sends at least 2 (N - 1) / N times its data.
         seconds = format_seconds(2 * (num_workers - 1) * size / rate)
         speed = f"{format_bytes(round(rate))}/s, for both directions together"
         console.print(f"Sending float32 takes at least {seconds} at {speed}.")
-    _write_json(found, json_file, f"{num_devices} virtual CPU devices of {num_workers} processes")
+    _write_json(found, json_file, f"{devices} of {num_workers} processes")
     return 0
 
 

@@ -32,7 +32,7 @@ class TraceSummary(Callback):
 
     Args:
       every: after how many epochs to print, beginning with the first.
-      skip: how many steps of the epoch to leave out.
+      skip: how many steps of the epoch to leave out; an epoch without others prints nothing.
       steps: how many steps to record.
 
     Raises:
