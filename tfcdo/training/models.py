@@ -275,8 +275,8 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
-    if several and function is not before and session.current() is not None:
-        function = functools.partial(_run_settled, function)
+    if several and function is not before:
+        function = functools.partial(_run_settled, function, model)
         setattr(model, f"{name}_function", function)
     if name != "train":
         statistics.synchronize(model)
@@ -290,16 +290,32 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     return None
 
 
-def _run_settled(function: Function, /, *args: Any) -> Any:
-    """Calls a function of all hosts, of which an earlier one may have ended with an error."""
+def _run_settled(function: Function, model: Any, /, *args: Any) -> Any:
+    """Calls a function of all replicas, of which an earlier one may have ended with an error."""
     joined = session.current()
-    assert joined is not None
-    joined.watch.go_on()
+    if joined is not None:
+        joined.watch.go_on()
     try:
         return function(*args)
-    except BaseException:
-        joined.watch.has_failed = True
+    except BaseException as error:
+        if joined is not None:
+            joined.watch.has_failed = True
+        if not isinstance(error, (StopIteration, tf.errors.OutOfRangeError)):  # The end of data.
+            _give_all_the_first_ones(model)
         raise
+
+
+def _give_all_the_first_ones(model: Any) -> None:
+    """Gives all replicas of this host the first one's variables, where all should be equal."""
+    # An error ends a step when some have drawn random numbers, or updated, and others have not.
+    optimizers = keras_internals.optimizers_of(model).values()
+    for variable in [*model.variables, *(v for one in optimizers for v in one.variables)]:
+        own = step.components(variable)
+        is_statistic = isinstance(
+            keras_internals.value_of(variable), tf_internals.SyncOnReadVariable
+        )
+        if len(own) > 1 and not is_statistic:
+            step.assign(variable, [own[0].read_value()] * len(own))
 
 
 def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
