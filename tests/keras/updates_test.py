@@ -285,6 +285,25 @@ class OwnLoopTest(kt.TrainingTestCase):
         with strategy.scope(), self.assertRaisesRegex(ValueError, f"{named}.* must be made in the"):
             model.fit(*kt.dense_data(), verbose=0)
 
+    def test_a_step_that_fails_on_one_replica(self):
+        """Others had drawn random numbers, or updated, and then trained other weights."""
+
+        class Fails(keras.metrics.Mean):
+            def update_state(self, targets: Any, outputs: Any, sample_weight: Any = None) -> None:
+                tf.debugging.assert_less(targets, 50.0)
+                super().update_state(outputs)
+
+        with kt.strategy_of(3).scope():
+            layers = [*kt.dense_layers(), keras.layers.Dropout(0.5)]
+            model = kt.model_of(lambda: layers, ko.Adam(), metrics=[Fails()])
+        inputs, targets = kt.dense_data()
+        targets[3] = 99
+        with self.assertRaises(tf.errors.InvalidArgumentError):
+            model.fit(inputs, targets, 6, shuffle=False, verbose=0)
+        variables = [*model.trainable_variables, *model.optimizer.variables]
+        for variable in (*variables, layers[-1].seed_generator.state):
+            self.assert_bitwise_equal([one.read_value() for one in variable.value.values])
+
 
 _TABLE = np.arange(8.0, dtype=np.float32).reshape([4, 2]) - 2
 _ROWS = np.array([3, 0, 3])

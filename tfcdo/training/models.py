@@ -209,7 +209,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 
 def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
-    """Raises an error on all hosts whose arguments of `fit` and the like are not the same."""
+    """Raises an error on all hosts if these call `fit` and the like in different ways."""
     # Parts of unlike batches fit together, but are not those of one batch.
     strategy = model.distribute_strategy
     several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
@@ -219,18 +219,19 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
-    if known:
-        for name in ("x", "y"):
-            values = tf.nest.flatten(call.arguments.get(name))
-            known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
-        about = {
-            "optimizer": list(
-                map(_name_of, keras_internals.leaves(getattr(model, "optimizer", None)))
-            ),
-            "loss": list(map(_name_of, tf.nest.flatten(getattr(model, "loss", None)))),
-            "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
-        }
-        joined.agree({"what": own.__name__, **known, **about})
+    if not known:  # Such as of `save`, which takes none.
+        return
+    for name in ("x", "y"):
+        values = tf.nest.flatten(call.arguments.get(name))
+        known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
+    # A model that only predicts may not be compiled.
+    optimizer, loss = (getattr(model, name, None) for name in ("optimizer", "loss"))
+    about = {
+        "optimizer": [_name_of(leaf) for leaf in keras_internals.leaves(optimizer)],
+        "loss": [_name_of(one) for one in tf.nest.flatten(loss)],
+        "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
+    }
+    joined.agree({"what": own.__name__, **known, **about})
 
 
 def _name_of(value: Any) -> str:
@@ -313,8 +314,8 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
-    if several and function is not before and session.current() is not None:
-        function = functools.partial(_run_settled, function)
+    if several and function is not before:
+        function = functools.partial(_run_settled, function, model)
         setattr(model, f"{name}_function", function)
     if name != "train":
         statistics.synchronize(model)
@@ -328,16 +329,32 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     return None
 
 
-def _run_settled(function: Function, /, *args: Any) -> Any:
-    """Calls a function of all hosts, of which an earlier one may have ended with an error."""
+def _run_settled(function: Function, model: Any, /, *args: Any) -> Any:
+    """Calls a function of all replicas, of which an earlier one may have ended with an error."""
     joined = session.current()
-    assert joined is not None
-    joined.watch.go_on()
+    if joined is not None:
+        joined.watch.go_on()
     try:
         return function(*args)
-    except BaseException:
-        joined.watch.has_failed = True
+    except BaseException as error:
+        if joined is not None:
+            joined.watch.has_failed = True
+        if not isinstance(error, (StopIteration, tf.errors.OutOfRangeError)):  # The end of data.
+            _give_all_the_first_ones(model)
         raise
+
+
+def _give_all_the_first_ones(model: Any) -> None:
+    """Gives all replicas of this host the first one's variables, where all should be equal."""
+    # An error ends a step when some have drawn random numbers, or updated, and others have not.
+    optimizers = keras_internals.optimizers_of(model).values()
+    for variable in [*model.variables, *(v for one in optimizers for v in one.variables)]:
+        own = step.components(variable)
+        is_statistic = isinstance(
+            keras_internals.value_of(variable), tf_internals.SyncOnReadVariable
+        )
+        if len(own) > 1 and not is_statistic:
+            step.assign(variable, [own[0].read_value()] * len(own))
 
 
 def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
