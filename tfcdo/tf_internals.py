@@ -118,6 +118,8 @@ OVERRIDES: tuple[private_names.Member, ...] = (
     (Trackable, "_track_trackable", ("self", "trackable", "name", "overwrite")),
     (_input_lib.DistributedDatasetAndIteratorSpec, "_serialize", ("self",)),
     (_input_lib.DistributedDatasetAndIteratorSpec, "sanity_check_type", ("self", "other")),
+    (_input_lib.DistributedDatasetAndIteratorSpec, "_cardinality", ()),
+    (_input_lib.DistributedDatasetAndIteratorSpec, "_enable_get_next_as_optional", ()),
     *((tf.distribute.CrossDeviceOps, *member) for member in _OF_CROSS_DEVICE_OPS.items()),
 )
 private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
