@@ -62,7 +62,9 @@ def install() -> None:
     extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)
     for name in ("train_on_batch", "test_on_batch"):
         extend(trainer, name, _on_batch)
-    for name in ("evaluate", "predict", "save", "save_weights", "get_weights"):
+    for name in ("evaluate", "predict"):
+        extend(keras.Model, name, _with_data)
+    for name in ("save", "save_weights", "get_weights"):
         extend(keras.Model, name, _with_common_parameters)
     for name in ("set_weights", "load_weights"):
         extend(keras.Model, name, _begin_outer_again)
@@ -100,7 +102,8 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
 
     ours = step.is_ours(tf.distribute.get_strategy())
     if ours:
-        # A user's own `apply` may change gradients before Keras's is called: it gets the sums.
+        # A user's own `apply` may change gradients before Keras's is called: it gets the sums. A
+        # class's own `build` makes variables, too, before and after Keras's.
         for name, function in (("apply", updates.apply), ("build", _in_scope)):
             users = next(one for one in type(optimizer).__mro__ if name in vars(one))
             keras_internals.extend(users, name, function)
@@ -219,8 +222,6 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
-    if not known:  # Such as of `save`, which takes none.
-        return
     for name in ("x", "y"):
         values = tf.nest.flatten(call.arguments.get(name))
         known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
@@ -290,9 +291,14 @@ def _as_number(value: Any) -> Any:
 
 def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Uses or saves a model's parameters that all hosts have."""
-    _agree_on_steps(own, model, args, kwargs)
     with diloco.common_parameters(model):
         return own(model, *args, **kwargs)
+
+
+def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Evaluates or predicts with a model's parameters that all hosts have, in the same way."""
+    _agree_on_steps(own, model, args, kwargs)
+    return _with_common_parameters(own, model, *args, **kwargs)
 
 
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -347,14 +353,19 @@ def _run_settled(function: Function, model: Any, /, *args: Any) -> Any:
 def _give_all_the_first_ones(model: Any) -> None:
     """Gives all replicas of this host the first one's variables, where all should be equal."""
     # An error ends a step when some have drawn random numbers, or updated, and others have not.
-    optimizers = keras_internals.optimizers_of(model).values()
-    for variable in [*model.variables, *(v for one in optimizers for v in one.variables)]:
+    for variable in [*model.variables, *_of_optimizers(model)]:
         own = step.components(variable)
         is_statistic = isinstance(
             keras_internals.value_of(variable), tf_internals.SyncOnReadVariable
         )
         if len(own) > 1 and not is_statistic:
             step.assign(variable, [own[0].read_value()] * len(own))
+
+
+def _of_optimizers(model: Any) -> list[Any]:
+    """Returns the variables of all of a model's optimizers."""
+    optimizers = keras_internals.optimizers_of(model).values()
+    return [variable for optimizer in optimizers for variable in optimizer.variables]
 
 
 def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -374,9 +385,7 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        optimizers = keras_internals.optimizers_of(model).values()
-        of_optimizers = (one for optimizer in optimizers for one in optimizer.variables)
-        variables = [*model.trainable_variables, *of_optimizers]
+        variables = [*model.trainable_variables, *_of_optimizers(model)]
         self._variables = [  # All replicas hold the same numbers of these.
             variable
             for variable in variables

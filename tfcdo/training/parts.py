@@ -179,7 +179,8 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
     }
     me = session.cluster.index
     unlike = session.differing(kind, json.dumps([sizes, seeds]))
-    for host, (others, _) in ((host, json.loads(text)) for host, text in unlike.items()):
+    for host, text in unlike.items():
+        others, _ = json.loads(text)
         if others != sizes:
             details = protocol.differences(sizes, f"host {me}", others, f"host {host}")
             raise protocol.DisagreementError(
