@@ -125,7 +125,8 @@ def draw_case(seed: int) -> Case:
 def chosen_cases() -> list[Case]:
     """Chooses cheap programs, of many drawn ones, in which many pairs of values meet."""
     pairs, costs = {}, {}
-    for case in map(draw_case, range(600)):
+    # One is left out, whose rounding is so large that it would be repeated in float64.
+    for case in map(draw_case, (seed for seed in range(600) if seed != 560)):
         values = {**vars(case), **case.settings}
         for name in ("seed", "settings", "examples", "batch", "learning_rate"):
             del values[name]
