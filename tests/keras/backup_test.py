@@ -132,7 +132,7 @@ class _Training:
         with strategy.scope():
             self.model = keras.Sequential(_layers(exact))
             options = {"metrics": ["mae"], "steps_per_execution": at_once}
-            self.model.compile(_optimizer(rate), "mse", run_eagerly=not lossy, **options)
+            self.model.compile(_optimizer(rate), "mse", run_eagerly=True, **options)
         steps = None if data == "finite" else _STEPS
         options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
         history = self.model.fit(_data(data), epochs=_EPOCHS, **options)

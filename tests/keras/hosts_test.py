@@ -46,7 +46,7 @@ def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
     casting = _other(strategy, exchange="float16")
     with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
-        model = model_of(_half_layers, optimizer, run_eagerly=False)
+        model = model_of(_half_layers, optimizer, run_eagerly=strategy is None)
     _fit(model, outlier=BATCH + 3)
     scale = optimizer.dynamic_scale.numpy()
     return {"scale": scale, **weights(casting, model.trainable_weights)}
@@ -59,7 +59,8 @@ def jit(strategy: Any) -> dict[str, np.ndarray]:
         keras.utils.set_random_seed(1)
         model = keras.Sequential(word_layers())
         adam = ko.Adam(0.05, epsilon=1e-3, global_clipnorm=0.5, weight_decay=0.1)
-        model.compile(adam, "mse", metrics=["mae"], jit_compile=strategy is not None)
+        compiles = {"jit_compile": strategy is not None, "run_eagerly": strategy is None}
+        model.compile(adam, "mse", metrics=["mae"], **compiles)
     history = model.fit(*word_data(2 * BATCH + _REST), BATCH, shuffle=False, verbose=0)
     if sharding:
         held = sharding.state_bytes(adam)
@@ -146,7 +147,7 @@ def empty_host(strategy: Any) -> dict[str, np.ndarray]:
     with scope(strategy):
         dense = keras.layers.SpectralNormalization(keras.layers.Dense(3))
         layers = [keras.layers.Input((4,)), dense, keras.layers.Dense(2)]
-        model = model_of(lambda: layers, ko.SGD(0.05), run_eagerly=False)
+        model = model_of(lambda: layers, ko.SGD(0.05), run_eagerly=strategy is None)
     model.fit(*dense_data(6), 2, shuffle=False, verbose=0)
     return {
         "estimate": model.non_trainable_weights[0].numpy(),

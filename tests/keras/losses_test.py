@@ -55,9 +55,9 @@ class LossesTest(kt.TrainingTestCase):
             )
             return model
 
-        self.check_as_on_one_device(
-            *(make, words, targets), batch_size=8, validation_data=(words, targets)
-        )
+        # What `evaluate` traces takes long.
+        tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
+        self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
     def test_losses_of_a_whole_batch(self):
         class Activity(keras.layers.Layer):
@@ -81,11 +81,13 @@ class LossesTest(kt.TrainingTestCase):
     def test_losses_of_each_example(self, outputs):
         """A loss that Keras neither sums nor averages, before its gradient is taken."""
 
-        def make(_: bool) -> keras.Model:
+        def make(on_one_device: bool) -> keras.Model:
             x = keras.Input([4])
             model = keras.Model(x, [keras.layers.Dense(2, name=f"y{i}")(x) for i in range(outputs)])
-            loss = keras.losses.MeanSquaredError(reduction=None)
-            model.compile(keras.optimizers.SGD(0.01), [loss] * outputs)
+            losses = [keras.losses.MeanSquaredError(reduction=None)] * outputs
+            # With several outputs, Keras weights them otherwise eagerly.
+            eagerly = on_one_device and outputs == 1
+            model.compile(keras.optimizers.SGD(0.01), losses, run_eagerly=eagerly)
             return model
 
         inputs, targets = kt.dense_data(15)
@@ -182,7 +184,8 @@ class LossesTest(kt.TrainingTestCase):
         def make(on_one_device: bool) -> keras.Model:
             return kt.model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
 
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": kt.dense_data(8)}
+        tried = kt.dense_data(8) if run_eagerly else None
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": tried}
         self.check_as_on_one_device(make, *kt.dense_data(8), tolerance=2e-6, **options)
 
     @parameterized.parameters(True, False)
@@ -272,7 +275,7 @@ class LossesTest(kt.TrainingTestCase):
             data = strategy.experimental_distribute_dataset(data)
             return [*map(total, data), *model.get_weights()]
 
-        for one, other in zip(*map(trained, (1, 3)), strict=True):
+        for one, other in zip(*map(trained, (1, 2)), strict=True):
             self.assertAllClose(one, other, 5e-6, 5e-6)
 
     @parameterized.parameters((True, False), (False, True))
