@@ -25,16 +25,9 @@ from tfcdo.exchange.casts import BY_NAME
 from tfcdo.execute.interpreter import recently_planned
 
 _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "own-exchange.md"
-
-
-def _of_the_page() -> Any:
-    names: dict[str, Any] = {"__name__": "own_exchange"}
-    blocks = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
-    exec(compile(blocks[0], _PAGE.name, "exec", dont_inherit=True), names)
-    return names["Gathered"]
-
-
-Gathered = _of_the_page()
+_NAMES: dict[str, Any] = {"__name__": "own_exchange"}
+_BLOCKS = re.findall(r"```python\n(.*?)```", _PAGE.read_text(encoding="utf-8"), re.DOTALL)
+exec(compile(_BLOCKS[0], _PAGE.name, "exec", dont_inherit=True), _NAMES)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -53,7 +46,7 @@ CASES = {
     "PowerSGD": Case(PowerSGD(2), 1.5, ("error",)),
     "PowerSGD late": Case(PowerSGD(2, start_step=2), 2.0**-22, devices=1, is_late=True),
     "TopK": Case(TopK(0.01), 1.0, ("error",), devices=1),
-    "Gathered": Case(Gathered(), 2.0**-8 + 2.0**-22, ("error",)),
+    "Gathered": Case(_NAMES["Gathered"](), 2.0**-8 + 2.0**-22, ("error",)),
 }
 # A matrix, a kernel, vectors, and a matrix that PowerSGD sends as it is.
 SHAPES = ((64, 48), (48,), (3, 3, 8, 24), (700,), (4, 5))
@@ -340,7 +333,6 @@ def contract(strategy: Any) -> dict[str, np.ndarray]:
 
 def _contract(name: str, strategy: Any) -> dict[str, np.ndarray]:
     local = strategy.experimental_local_results
-
     distributed = functools.partial(tu.distributed, strategy)
 
     @tf.function(autograph=False)
@@ -451,11 +443,7 @@ def _bytes(strategy: Any, graph: tf.Graph) -> np.ndarray:
 
 def unlike(strategy: Any) -> None:
     exchange = tfcdo.exchange.TopK(0.01 if strategy.cluster_resolver.task_id == 0 else 0.02)
-
-    def chosen(path: str | None, spec: Any) -> Any:
-        return exchange
-
-    other = other_strategy(strategy, exchange=chosen)
+    other = other_strategy(strategy, exchange=lambda path, spec: exchange)
 
     def step() -> Any:
         return tf.distribute.get_replica_context().all_reduce("SUM", [tf.ones([2000])] * 2)

@@ -36,7 +36,6 @@ _FORKING.set_forkserver_preload(
     ["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras", "tensorflow_quirks"]
 )
 
-
 _lock = threading.Lock()
 
 

@@ -36,7 +36,6 @@ packed_trees._TASKS = 500
 print(packed_trees.packed_trees(draw_machine(5, 1), 10**8))
 """
 
-
 _NIGHTLY = (
     (preset("pcie"), {100 * MB: 1.12}),
     (draw_machine(3, 52), {GB: 1.12}),

@@ -59,8 +59,6 @@ class FaultsTest(parameterized.TestCase):
             self.assertEqual((outcome.repeated, outcome.seconds), (5, 121.0 - 25.5))
             self.assertAlmostEqual(outcome.useful, 90 / 190)
 
-
-class CasesTest(absltest.TestCase):
     def test_a_hang_is_a_problem_and_nothing_is_left(self):
         process = subprocess.Popen(["sleep", "600"])
         self.enter_context(mock.patch.object(faults, "_start", lambda *_, **__: process))

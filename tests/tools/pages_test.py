@@ -59,14 +59,12 @@ class JudgeTest(parameterized.TestCase):
         self.assertEqual(Training(reason=reason).judge(differences), (mark, text))
 
 
-class ErrorTest(absltest.TestCase):
-    def test_differs_in_no_run(self):
+class PagesTest(absltest.TestCase):
+    def test_an_error_differs_in_no_run(self):
         for order in ('shared_name="c0", reduction="sum"', 'reduction="sum", shared_name="c1"'):
             error = ValueError(f"No \033[31mkernel\033[0m of X with these attrs: [{order}]")
             self.assertEqual(pages.error_text(error), "ValueError: No kernel of X")
 
-
-class RunTest(absltest.TestCase):
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
         codes = ["os.environ['X']", "os._exit(7)", "2"]
         folder = self.enter_context(tempfile.TemporaryDirectory())
@@ -76,6 +74,13 @@ class RunTest(absltest.TestCase):
         calls = [{"code": code} for code in codes]
         results = pages.call_apart("served", calls, 99.0, **variables)
         self.assertEqual([*results], ["x", None, 2])
+
+    def test_the_page_is_made_from_the_record(self):
+        record = tested_versions.read_record()
+        self.assertNotEmpty(record)
+        page = (pages.ROOT / "docs" / "versions.md").read_text("utf-8")
+        self.assertEndsWith(page, "\n".join([*tested_versions.table(record), "<!-- end -->\n"]))
+        self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
 
 class PageTest(absltest.TestCase):
@@ -142,15 +147,6 @@ class PerformanceTest(absltest.TestCase):
         self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
         with self.assertRaisesRegex(ValueError, "has no lines"):
             pages.replace(path, "b.py", [])
-
-
-class RecordTest(absltest.TestCase):
-    def test_the_page_is_made_from_the_record(self):
-        record = tested_versions.read_record()
-        self.assertNotEmpty(record)
-        page = (pages.ROOT / "docs" / "versions.md").read_text("utf-8")
-        self.assertEndsWith(page, "\n".join([*tested_versions.table(record), "<!-- end -->\n"]))
-        self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
 
 class FiguresTest(tf.test.TestCase):
