@@ -137,6 +137,22 @@ class LossesTest(kt.TrainingTestCase):
             model.fit(*kt.dense_data(8), verbose=0)
         self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
 
+    @parameterized.parameters(True, False)
+    def test_own_train_step_adds_the_losses_of_regularizers(self, itself):
+        """As in Keras's guide: they are whole on each replica, and a warning says so."""
+
+        class Own(kt.OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                if not itself:
+                    return self.compute_loss(x, y, outputs)
+                return keras.losses.MeanSquaredError()(y, outputs) + sum(self.losses)
+
+        with kt.strategy_of(2).scope():
+            model = kt.model_of(kt.dense_layers, "sgd", False, "mse", Own)
+        with mock.patch.object(log, "warn_once") as warn:
+            model.fit(*kt.dense_data(8), verbose=0)
+        self.assertEqual("count 2 times on 2 replicas" in str(warn.call_args_list), itself)
+
     @parameterized.parameters(
         (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
     )

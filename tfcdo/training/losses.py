@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import keras_internals
+from tfcdo import keras_internals, log
 from tfcdo.execute.numerics import Gradient
 from tfcdo.training import step
 
@@ -70,7 +70,9 @@ def reduced(
 
 def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Model.compute_loss`, which adds up losses."""
-    here, total = step.current_several(), own(model, *args, **kwargs)
+    here = step.current_several()
+    with step.during(scales_losses=True):
+        total = own(model, *args, **kwargs)
     return total if here is None or total is None or total.shape.rank else here.loss(total)
 
 
@@ -86,6 +88,19 @@ def of_layer(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_own_losses`, which reads what `add_loss` got."""
     here = step.current_several()
     return own(layer) if here is None else [*own(layer), *here.added.get(id(layer), ())]
+
+
+def regularized(own: Function, layer: Any) -> list[Any]:
+    """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
+    found, here = own(layer), step.current_several()
+    if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
+        log.warn_once(
+            "a train_step or compute_loss reads the losses of a layer: those of regularizers are "
+            f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
+            "Divide them as docs/own-loops.md says under Losses, or call Keras's compute_loss, "
+            "which adds them. If you have done so, nothing is wrong"
+        )
+    return found
 
 
 def cleared(own: Function, layer: Any) -> None:

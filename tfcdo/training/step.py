@@ -160,6 +160,7 @@ class _Now(threading.local):
     steps: Sequence[ReplicaStep] | None = None
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
+    scales_losses = False  # Whether Keras adds up a step's losses, of layers, too.
 
 
 now = _Now()
