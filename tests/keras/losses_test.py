@@ -202,6 +202,33 @@ class LossesTest(kt.TrainingTestCase):
         self.check_as_on_one_device(make, *kt.dense_data(8), tolerance=2e-6, **options)
 
     @parameterized.parameters(True, False)
+    def test_gradients_of_gradients_where_replicas_meet(self, normalizes):
+        """As for a penalty of a WGAN's: the last batch has no examples for the second replica."""
+
+        class Centered(keras.layers.Layer):
+            def call(self, x: Any) -> Any:
+                return x - keras.ops.mean(tfcdo.keras.global_batch(x), 0, keepdims=True)
+
+        class Own(kt.OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    squares = self(x, training=True) ** 2
+                slopes = tape.gradient(squares, x)
+                mean_square = keras.losses.MeanSquaredError()
+                return mean_square(y, outputs) + mean_square(tf.zeros_like(slopes), slopes)
+
+        def layers() -> list[Any]:
+            batch_norm = keras.layers.BatchNormalization(synchronized=True)
+            meeting = batch_norm if normalizes else Centered()
+            return [keras.layers.Dense(3, "tanh"), meeting, keras.layers.Dense(2)]
+
+        def make(run_eagerly: bool) -> keras.Model:
+            return kt.model_of(layers, "sgd", run_eagerly, kind=Own)
+
+        self.check_as_on_one_device(make, *kt.dense_data(5), batch_size=4)
+
+    @parameterized.parameters(True, False)
     def test_own_train_step_reports_metrics(self, tracked):
         """As in Keras's guide, by other names than Keras has, or only some of them."""
 

@@ -208,7 +208,7 @@ def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    return step.summed(upstream)[before : before + tf.shape(value)[0]]
+    return step.summed_gradient(upstream)[before : before + tf.shape(value)[0]]
 
 
 _OF_ALL = Gradient("TfcdoOfAll", _own_rows)

@@ -239,7 +239,13 @@ def summed(value: Any) -> tf.Tensor:
     return _SUMMED.of(total, value)
 
 
-_SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
+def summed_gradient(upstream: Any) -> tf.Tensor:
+    """Returns the sum of the gradients that come to all replicas' examples."""
+    here = current_several()  # A gradient of a user's own does not leave a stand-in out.
+    return summed(upstream if here is None else here.keep(upstream))
+
+
+_SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed_gradient(upstream))
 
 
 def components(variable: Any) -> tuple[Any, ...]:
