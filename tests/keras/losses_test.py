@@ -286,6 +286,16 @@ class LossesTest(kt.TrainingTestCase):
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):
             step(last)
 
+    def test_a_loss_in_the_scope(self):
+        """Outside of a step it is one of all examples, as of data to validate with."""
+        inputs, targets = kt.dense_data(7)
+        with kt.strategy_of(3).scope():
+            model = kt.model_of(kt.dense_layers, "sgd")
+            loss = keras.losses.MeanSquaredError()(targets, model(inputs))
+            total = model.compute_loss(inputs, targets, model(inputs))
+        expected = np.mean((targets - model(inputs)) ** 2)
+        self.assertAllClose([expected, expected + sum(model.losses)], [loss, total], 1e-6, 1e-6)
+
     @parameterized.parameters("train_step", "own_step")
     def test_an_own_loop_over_a_method_of_a_model(self, method):
         """A step of Keras's reports a loss of the whole batch; in an own loop it is a share."""

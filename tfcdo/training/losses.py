@@ -23,9 +23,15 @@ Function = Callable[..., Any]
 def scaled(own: Function, value: Any) -> Any:
     """Stands for `scale_loss_for_distribution`: a mean counts by this replica's share of rows."""
     here = step.current_several()
-    return (
-        own(value) if here is None or here.is_even else here.keep(value * here.share(value.dtype))
-    )
+    if here is None or here.is_even:
+        return value if _is_of_all() else own(value)
+    return here.keep(value * here.share(value.dtype))
+
+
+def _is_of_all() -> bool:
+    """Returns whether a loss is one of all examples: in the scope, outside of a step."""
+    ours = step.is_ours(tf.distribute.get_strategy())
+    return ours and tf.distribute.in_cross_replica_context()
 
 
 def unscaled(own: Function, value: Any) -> Any:
@@ -35,7 +41,7 @@ def unscaled(own: Function, value: Any) -> Any:
         return here.without_stand_in(value)
     # Where Keras does not know their number, it counts each replica's loss once.
     if here is None or here.is_even or here.rows is None or here.reports:
-        return own(value)
+        return value if _is_of_all() else own(value)
     ratio = tf.cast(here.total, tf.float64) / tf.cast(tf.maximum(here.rows, 1), tf.float64)
     return value * tf.cast(ratio, value.dtype)
 
