@@ -12,7 +12,7 @@ import warm_python
 
 # Each is NAME_test.py.
 _LONG = {"diloco", "programs", "multi_worker", "faults", "faulty_hosts", "simulator"}
-_LONG |= {"hosts", "backup_hosts", "demo"}
+_LONG |= {"hosts", "exchanges", "backup_hosts", "examples"}
 
 
 def pytest_configure(config: Any) -> None:

@@ -1,10 +1,12 @@
-"""`tfcdo doctor --blackbox`: black boxes of made-up hosts, and files that are none."""
+"""`tfcdo doctor --blackbox`: black boxes of made-up hosts, files that are none, and signals."""
 
 from __future__ import annotations
 
 import os
 import pathlib
 import signal
+import subprocess
+import sys
 import tempfile
 import time
 from concurrent import futures
@@ -12,6 +14,7 @@ from unittest import mock
 
 import msgspec
 import numpy as np
+import warm_python
 from absl import logging
 from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
@@ -133,6 +136,20 @@ class BlackBoxTest(parameterized.TestCase):
         self.assertIn("the black box could not be written", logs.output[0])
 
 
+# Stuck for ever in a lock of the C library, as in a collective: no signal interrupts it.
+_SCRIPT = """
+import ctypes
+from tfcdo.cluster import progress
+from tfcdo.keras import preemption
+progress.listen()
+preemption.Preemption().start()
+lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
+library.pthread_mutex_lock(lock)
+print("stuck", flush=True)
+library.pthread_mutex_lock(lock)
+"""
+
+
 class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
@@ -166,6 +183,22 @@ class SignalTest(absltest.TestCase):
         with futures.ThreadPoolExecutor(1) as pool:
             pool.submit(progress.listen).result()  # Its error, if it has one.
         self.assertEqual(signal.SIG_DFL, signal.getsignal(signal.SIGUSR1))
+
+    def test_a_failed_run_ends_a_worker_that_listens_for_the_black_box_too(self):
+        failed = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "failed")
+        variables = {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [warm_python.executable(), "-c", _SCRIPT],
+            stdout=subprocess.PIPE,
+            env={**os.environ, **variables, worker.FAILURE_FILE: str(failed)},
+        )
+        self.addCleanup(process.kill)
+        assert process.stdout
+        with process.stdout:
+            self.assertEqual(b"stuck\n", process.stdout.readline())
+        failed.touch()
+        process.send_signal(signal.SIGTERM)
+        self.assertEqual(128 + signal.SIGTERM, process.wait(60.0))
 
 
 if __name__ == "__main__":

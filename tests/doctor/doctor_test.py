@@ -1,10 +1,14 @@
-"""`tfcdo doctor` where TensorFlow answers: in this process, but for one probe of its own."""
+"""`tfcdo doctor` in this process, but for one probe; its findings on machines that no test has."""
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
+import json
 import math
 import os
 import pickle
+import socket
 import sys
 from collections.abc import Sequence
 from typing import Any
@@ -19,7 +23,9 @@ from cli_testing import run_tfcdo
 
 from tfcdo.bench import devices as bench_devices
 from tfcdo.doctor import examination, probe
+from tfcdo.doctor.examination import OK, WRONG, Check, Failure, Finding, Report
 from tfcdo.execute import copy_trees
+from tfcdo.topology.presets import preset
 
 setUpModule, tearDownModule = bench_testing.set_up, bench_testing.tear_down
 
@@ -35,7 +41,7 @@ class _InThisProcess(examination.Probes):
         try:
             answer = getattr(self._probe, question)(**arguments)
         except RuntimeError as error:
-            return examination.Failure(f"RuntimeError: {error}")
+            return Failure(f"RuntimeError: {error}")
         return pickle.loads(pickle.dumps(answer))
 
 
@@ -211,15 +217,15 @@ class ProbesTest(absltest.TestCase):
         ):
             pairs = dict(examination._pairs(probes.ask, 3, str))
         hangs, error, ends = (pairs.pop(pair) for pair in ((0, 1), (2, 1), (1, 0)))
-        self.assertEqual(hangs, examination.Failure("no end within 1.5 s", hangs=True))
-        self.assertEqual(error, examination.Failure("ValueError: no peer"))
+        self.assertEqual(hangs, Failure("no end within 1.5 s", hangs=True))
+        self.assertEqual(error, Failure("ValueError: no peer"))
         self.assertRegex(str(ends), r"ended with status 7(.*\\n)*no such link.*hangs=False")
         # A new probe was asked for its devices first; one that only reports an error goes on.
         numbers = {(0, 2): "2", (1, 2): "2", (2, 0): "3"}
-        self.assertEqual(pairs, {pair: examination.Check(one) for pair, one in numbers.items()})
+        self.assertEqual(pairs, {pair: Check(one) for pair, one in numbers.items()})
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
-        hanging = examination.Failure("no end within 15 s", hangs=True)
+        hanging = Failure("no end within 15 s", hangs=True)
         pairs = dict(examination._pairs(mock.Mock(return_value=hanging), 3, str))
         self.assertEqual(list(pairs.values()), [hanging] * 3)
 
@@ -229,8 +235,145 @@ class ProbesTest(absltest.TestCase):
         with python, mock.patch.dict(os.environ, TF_CONFIG="{"), examination.Probes(3) as probes:
             versions = probes.ask("versions")
             self.assertLen(probes.ask("machine", count=3).examined, 3)
-            self.assertEqual(probes.ask("pair", source=2, target=0), examination.Check())
+            self.assertEqual(probes.ask("pair", source=2, target=0), Check())
         self.assertEqual((versions.tensorflow, versions.problem), (tf.__version__, ""))
+
+
+_GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
+_VERSIONS = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0")
+_MACHINE = examination.Machine(
+    physical=tuple(f"/physical_device:GPU:{number}" for number in range(4)),
+    logical=_GPUS,
+    examined=_GPUS,
+    description="4 x Some GPU",
+    on_cpu=False,
+    gpus_of_nvidia_smi=("Some GPU",) * 4,
+    topology=preset("fully_connected", 4),
+    topology_reason="as nvidia-smi reports",
+)
+_OURS, _THEIRS = examination.STRATEGIES
+_HANGS = Failure("no end within 15 s", hangs=True)
+
+
+def _report(pairs: Any = (), checks: Any = (), **changes: Any) -> Report:
+    """A machine of four GPUs on which all is well, except the arguments; None was not tried."""
+    good = dict.fromkeys(itertools.permutations(range(4), 2), Check())
+    sums = dict.fromkeys(itertools.chain.from_iterable(examination.COMPARED), Check())
+    changes = {"versions": _VERSIONS, "machine": _MACHINE, **changes}
+    tried = {pair: copies for pair, copies in {**good, **dict(pairs)}.items() if copies}
+    return Report(pairs=tried, checks={**sums, **dict(checks)}, **changes)
+
+
+class FindingsTest(absltest.TestCase):
+    def check(self, report: Report, *patterns: str, script: str = "NcclAllReduce") -> None:
+        found = [one for one in examination.findings_of(report) if one.severity != OK]
+        self.assertLen(found, len(patterns), found)
+        for one, pattern in zip(found, patterns):
+            self.assertRegex(f"{one.severity}: {one.text} -> {one.remedy}", f"^{pattern}")
+            self.assertRegex(one.remedy, "^.+$")
+        self.assertRegex(examination.script_line(report), script)
+
+    def test_a_good_machine(self):
+        ops = r"cross_device_ops=tfcdo.NcclAllReduce\(\)"
+        script = rf"^import tfcdo; strategy = tfcdo.MirroredStrategy\({ops}\)$"
+        self.check(_report(), script=script)
+
+    def test_no_tensorflow(self):
+        script = "^pip install --force-reinstall tensorflow$"
+        self.check(Report(Failure("x")), "wrong: TensorFlow does not start: x ->", script=script)
+
+    def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
+        self.check(
+            _report({(0, 2): _HANGS, (2, 3): _HANGS, (1, 0): None}),
+            "wrong: copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s",
+            "note: 1 pairs of devices were not tried, because others hang",
+            script=r"\['GPU:0', 'GPU:1', 'GPU:3'\]",
+        )
+
+    def test_copies_that_lie_or_raise_an_error(self):
+        self.check(
+            _report({(0, 2): Failure("InternalError: no peer"), (3, 1): Check("3 bytes")}),
+            "wrong: copies from GPU:0 to GPU:2 fail: InternalError: no peer",
+            "wrong: copies from GPU:3 to GPU:1 arrive corrupted",
+            script=r"\['GPU:0', 'GPU:1'\]",
+        )
+
+    def test_a_fit_that_is_incorrect_or_fails(self):
+        self.check(
+            _report(checks={_OURS: Check("loss is nan instead of 2"), _THEIRS: _HANGS}),
+            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
+            "the copies above; if all are correct, ",
+            f"note: metrics of fit under {_THEIRS} fail: .* -> use tfcdo.MirroredStrategy$",
+        )
+
+    def test_classes_that_are_wrong_or_fail(self):
+        checks = {
+            "tfcdo.NcclAllReduce": _HANGS,
+            "tfcdo.AutoAllReduce": Check("5 of 8 elements"),
+            "tf.ReductionToOneDevice": Failure("ValueError: no"),
+        }
+        self.check(
+            _report(checks=checks),
+            "wrong: tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements ->",
+            "note: tf.ReductionToOneDevice sums fail: ValueError: no ->",
+            "wrong: tfcdo.NcclAllReduce sums fail: no end within 15 s ->",
+            script=r"=tfcdo.HierarchicalCopyAllReduce\(\)",
+        )
+
+    def test_gpus_that_tensorflow_does_not_see(self):
+        machine = dataclasses.replace(_MACHINE, physical=("/physical_device:CPU:0",), on_cpu=True)
+        self.check(
+            _report(checks={"tfcdo.NcclAllReduce": Check(ran=False)}, machine=machine),
+            "note: nvidia-smi shows 4 GPUs, and TensorFlow none ->",
+            "note: TensorFlow sees no GPU",
+            script=r"configure_virtual_cpus\(4\), cross_device_ops=tfcdo.AutoAllReduce\(\)",
+        )
+
+    def test_kernels_that_are_missing_an_assumed_topology_and_several_hosts(self):
+        hosts = Finding(OK, "host 0"), Finding(WRONG, "host 1", "a remedy")
+        reason = "no nvidia-smi; pass topology= to say what joins them"
+        report = _report(
+            versions=dataclasses.replace(_VERSIONS, without_kernels=["GPU:1 (5)", "GPU:3"]),
+            machine=dataclasses.replace(_MACHINE, topology_reason=reason),
+            tf_config=examination.TfConfig("{...}", hosts=hosts),
+        )
+        self.check(
+            report,
+            "wrong: host 1 -> a",
+            r"note: TensorFlow 2.21.0 has no compiled kernels for GPU:1 \(5\), GPU:3: ",
+            "note: the topology is assumed to be 'fully_connected'",
+            script=r"tfcdo.MultiWorkerMirroredStrategy\(",
+        )
+
+
+class TfConfigTest(absltest.TestCase):
+    def examine(self, *addresses: str) -> tuple[Finding, ...]:
+        task = {"type": "worker", "index": "0"}
+        config = {"cluster": {"worker": addresses}, "task": task}
+        with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
+            return examination.examine_tf_config().hosts
+
+    def test_hosts_are_reached_or_not(self):
+        with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as held:
+            held.bind(("127.0.0.1", 0))
+            there, refusing = (f"127.0.0.1:{one.getsockname()[1]}" for one in (listening, held))
+            with socket.socket() as free:
+                free.bind(("127.0.0.1", 0))
+                own = f"127.0.0.1:{free.getsockname()[1]}"
+            *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
+            used, _ = self.examine(there, there.replace("127.0.0.1", "localhost"))
+        for one, pattern in (
+            (reached[0], "ok: host 0 .*: this process's own; the port is free"),
+            (reached[1], "ok: host 1 .*: a worker listens there"),
+            (reached[2], "ok: host 2 .*: the machine answers; no worker listens there yet"),
+            (nobody, "wrong: host 3 .*: not reached: .*firewalls"),
+            (used, "wrong: host 0 .*own port cannot be used.*end the process that uses the port"),
+        ):
+            self.assertRegex(f"{one.severity}: {one.text} {one.remedy}", f"^{pattern}")
+
+    def test_not_set(self):
+        with mock.patch.dict(os.environ, TF_CONFIG=""):
+            self.assertEqual(examination.examine_tf_config(), examination.TfConfig(""))
 
 
 if __name__ == "__main__":

@@ -1,14 +1,18 @@
-"""`tfcdo launch`: its workers, what they print, and its arguments."""
+"""`tfcdo launch`: its workers, what they print, its arguments, Slurm and Kubernetes."""
 
 from __future__ import annotations
 
 import json
+import os
+import pathlib
 import re
 import shlex
 import sys
+from typing import Any
 from unittest import mock
 
 import cli_testing
+import yaml
 from absl.testing import absltest, parameterized
 from launch_testing import SECONDS, LaunchTestCase, changed_variables
 
@@ -215,6 +219,118 @@ class EnvironmentTest(parameterized.TestCase):
         message = f"_PER_WORKER must be a positive .*{text}"
         with changed_variables(**{worker.DEVICES_PER_WORKER: text}):
             self.assertRaisesRegex(ValueError, message, worker.devices_per_worker)
+
+
+_SCONTROL = """#!/bin/sh
+[ "$*" = "show hostnames node[1-2]" ] && printf 'node1\\nnode2\\n'
+"""
+
+
+class SlurmTest(LaunchTestCase):
+    def slurm_variables(self, rank: int, **changed: str) -> dict[str, str]:
+        (self.folder / "scontrol").write_text(_SCONTROL)
+        (self.folder / "scontrol").chmod(0o755)
+        return {
+            "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
+            "SLURM_JOB_ID": "1262",
+            "SLURM_STEP_ID": "1",
+            "SLURM_STEP_NODELIST": "node[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+            "SLURM_NTASKS": "4",
+            "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // 2),
+            "SLURM_LOCALID": str(rank % 2),
+            **changed,
+        }
+
+    def test_each_task_is_a_worker_with_its_gpus(self):
+        addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
+        for rank in range(4):
+            variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5")
+            found, _ = self.variables("--slurm", **variables)
+            gpu = {"CUDA_VISIBLE_DEVICES": str(4 + rank % 2)}
+            expected = {f"worker {rank}": {"TF_CONFIG": tf_config(addresses, rank), **gpu}}
+            self.assertEqual(expected, found)
+
+    def test_gpus_that_slurm_has_bound_stay(self):
+        variables = self.slurm_variables(1, CUDA_VISIBLE_DEVICES="0,1", SLURM_GPUS_PER_TASK="2")
+        found, _ = self.variables("--slurm", **variables)
+        self.assertNotIn("CUDA_VISIBLE_DEVICES", found["worker 1"])
+
+    def test_unequal_nodes(self):
+        changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
+        with mock.patch.dict(os.environ, self.slurm_variables(3, **changed)):
+            place = launch.place_in_slurm(os.environ)
+        self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
+        self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
+
+    @parameterized.parameters(
+        ({"SLURM_PROCID": "x"}, "SLURM_PROCID to a number; got 'x'"),
+        ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, "use srun --distribution=block"),
+        ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "of node 1 of \\['node1', 'node2'\\]"),
+        ({"SLURM_STEP_NODELIST": "other"}, "show hostnames other` has named no host"),
+    )
+    def test_another_place_is_refused(self, changed: dict[str, str], message: str):
+        with mock.patch.dict(os.environ, self.slurm_variables(2, **changed)):
+            self.assertRaisesRegex(ValueError, message, launch.place_in_slurm, os.environ)
+
+
+_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
+
+
+def manifests() -> dict[str, Any]:
+    texts = re.findall(r"```yaml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    found = [part for text in texts for part in yaml.safe_load_all(text)]
+    return {part["kind"]: part for part in found}
+
+
+class KubernetesTest(absltest.TestCase):
+    def check_command(self, container: Any, hosts: list[str], grace: int) -> None:
+        self.assertEqual(container["command"], ["sh", "-c"])
+        (line,) = container["args"]
+        words = shlex.split(line)
+        self.assertEqual(words[:3], ["exec", "tfcdo", "launch"])
+        with launch.launch.make_context("launch", words[3:], resilient_parsing=True) as context:
+            given = context.params
+        self.assertEqual(given["hosts"], tuple(f"{host}:2222" for host in hosts))
+        self.assertIn("--index $JOB_COMPLETION_INDEX", " ".join(words))
+        self.assertLess(given["grace"], grace)
+        self.assertEqual(given["script"], "train.py")
+
+    def check_job(self, job: Any, hosts: list[str]) -> None:
+        self.assertEqual(job["completionMode"], "Indexed")
+        self.assertEqual({job["completions"], job["parallelism"]}, {len(hosts)})
+        pod = job["template"]["spec"]
+        self.assertEqual(pod["restartPolicy"], "Never")
+        (container,) = pod["containers"]
+        self.check_command(container, hosts, pod["terminationGracePeriodSeconds"])
+        self.assertEqual(container["ports"], [{"containerPort": 2222}])
+        mounted = {mount["name"] for mount in container["volumeMounts"]}
+        self.assertEqual(mounted, {volume["name"] for volume in pod["volumes"]})
+
+    def test_an_indexed_job_and_its_service(self):
+        service, job = (manifests()[kind] for kind in ("Service", "Job"))
+        name = job["metadata"]["name"]
+        self.assertEqual(service["spec"]["clusterIP"], "None")
+        self.assertEqual(service["spec"]["selector"], {"job-name": name})
+        subdomain = job["spec"]["template"]["spec"]["subdomain"]
+        self.assertEqual(subdomain, service["metadata"]["name"])
+        self.check_job(job["spec"], [f"{name}-{index}.{subdomain}" for index in range(2)])
+
+    def test_a_jobset(self):
+        jobset = manifests()["JobSet"]
+        (job,) = jobset["spec"]["replicatedJobs"]
+        network = jobset["spec"]["network"]
+        self.assertTrue(network["enableDNSHostnames"])
+        name = f"{jobset['metadata']['name']}-{job['name']}-0"
+        hosts = [f"{name}-{index}.{network['subdomain']}" for index in range(2)]
+        self.check_job(job["template"]["spec"], hosts)
+
+    def test_a_trainjob(self):
+        job = manifests()["TrainJob"]
+        name, trainer = job["metadata"]["name"], job["spec"]["trainer"]
+        hosts = [f"{name}-node-0-{index}.{name}" for index in range(trainer["numNodes"])]
+        self.check_command(trainer, hosts, 60)
 
 
 if __name__ == "__main__":

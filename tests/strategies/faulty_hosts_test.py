@@ -33,7 +33,6 @@ def _break(fault: str, here: bool) -> None:
     timeout = _TIMED_OUT.get(fault, 100.0)
     if fault != "ends":
         # The machine may be so busy that a host that is well says nothing for ten seconds.
-        # The machine may be so busy that a host that is well says nothing for ten seconds.
         mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
     options = tf.distribute.experimental.CommunicationOptions(
         timeout_seconds=timeout, bytes_per_pack=64

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import errno
-import functools
 import os
 import pathlib
 import subprocess
@@ -12,6 +11,7 @@ import tempfile
 from unittest import mock
 
 import faults
+import numpy as np
 from absl.testing import absltest, parameterized
 
 _CONNECT = """
@@ -22,61 +22,42 @@ with socket.socket() as probe:
 """
 
 
-# As tools/fault_training.py, without TensorFlow; hosts may go wrong once they were started again.
-_TRAINING = """
-import json, os, pathlib, sys, time
-import numpy as np
-folder, backup = pathlib.Path(sys.argv[1]), pathlib.Path(sys.argv[1], "backup")
-config = json.loads(os.environ.get("TF_CONFIG", "null")) or {"cluster": {"worker": [0]}}
-hosts, task = range(len(config["cluster"]["worker"])), config.get("task", {"index": 0})["index"]
-run = int(os.environ.get("TFCDO_RESTART_COUNT", "0"))
-wrong = os.environ["WRONG"] if run else ""
-def write(path, text):
-    (folder / f"new-{task}").write_text(text)
-    (folder / f"new-{task}").rename(path)
-write(folder / f"pid-{run}-{task}", str(os.getpid()))
-for step in range(1 + int(backup.read_text() if backup.exists() else 0), 91 - (wrong == "skips")):
-    (folder / f"begins-{run}-{task}-{step}").touch()
-    while not all((folder / f"begins-{run}-{host}-{step}").exists() for host in hosts):
-        time.sleep(0.001)
-    with (folder / f"steps-{run}-{task}").open("a") as file:
-        file.write(f"{step} {time.time()}\\n")
-    if task == 0 and step % 10 == 0:
-        write(backup, str(step))
-np.savez(folder / f"weights-{task}.npz", np.full(2, 1e-6 * (wrong == "differs")))
-"""
-_undisturbed = functools.cache(faults.undisturbed.__wrapped__)  # Of these hosts.
-
-
 class FaultsTest(parameterized.TestCase):
-    def check(self, case: faults.Case, runs: int, problem: str = "") -> None:
-        outcome = faults.run_case(case)
-        self.assertEqual((outcome.problem, outcome.runs), (problem, runs))
-        if not problem:
-            self.assertLessEqual(outcome.from_one_device, faults.LARGEST_DIFFERENCE)
-            self.assertBetween(outcome.repeated, *((1, 30) if case.step and runs == 2 else (0, 0)))
-            self.assertBetween(outcome.useful, 0.0, 1.0)
-
     def test_ends_with_the_same_weights(self):
         cases = [faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05)]
         # The chief waits for it before the first collective, where TensorFlow raises nothing.
         cases.append(faults.Case("stop", "first step", 2, victims=(1,)))
         for case in cases if "TFCDO_NIGHTLY" in os.environ else ():
-            self.check(case, 2)
+            outcome = faults.run_case(case)
+            self.assertEqual((outcome.problem, outcome.runs), ("", 2))
+            self.assertLessEqual(outcome.from_one_device, faults.LARGEST_DIFFERENCE)
+            self.assertBetween(outcome.repeated, *((1, 30) if case.step else (0, 0)))
+            self.assertBetween(outcome.useful, 0.0, 1.0)
 
     @parameterized.parameters(
-        ("kill worker", (1,), 2, "", ""),
-        ("kill both", (0, 1), 2, "differs", "differs by 1e-06 from the same hosts"),
-        ("kill chief", (0,), 2, "skips", "steps are missing"),
+        ("", ""),
+        ("differs", "differs by 1e-06 from the same hosts"),
+        ("differs much", "differs by 0.1 from one device"),
+        ("skips", "steps are missing"),
     )
-    def test_judges_hosts(self, kind, victims, runs, wrong, problem):
+    def test_judges_hosts(self, wrong, problem):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        (folder / "train.py").write_text(_TRAINING)
-        training = mock.Mock(__file__=str(folder / "train.py"))
-        self.enter_context(mock.patch.object(faults, "fault_training", training))
-        self.enter_context(mock.patch.object(faults, "undisturbed", _undisturbed))
-        self.enter_context(mock.patch.dict(os.environ, WRONG=wrong))
-        self.check(faults.Case(kind, "step", 2, victims, step=25, seconds=0.2), runs, problem)
+        difference = {"differs": 1e-6, "differs much": 0.1}.get(wrong, 0.0)
+        # Of 90 steps, of a second each, five were made again in a second run.
+        runs = (1, 26, 0.0), (21, 91 - (wrong == "skips"), 100.0)
+        for host in range(2):
+            np.savez(folder / f"weights-{host}.npz", np.full(2, difference))
+            for number, (first, end, begin) in enumerate(runs):
+                (folder / f"pid-{number}-{host}").write_text("1")
+                steps = (f"{step} {begin + step}\n" for step in range(first, end))
+                (folder / f"steps-{number}-{host}").write_text("".join(steps))
+        case = faults.Case("kill worker", "step", 2, victims=(1,), step=25)
+        with mock.patch.object(faults, "undisturbed", return_value=([np.zeros(2)], 1.0)):
+            outcome = faults._outcome(case, folder, 0.0, 25.5)
+        self.assertEqual((outcome.problem, outcome.runs), (problem, 2))
+        if not problem:
+            self.assertEqual((outcome.repeated, outcome.seconds), (5, 121.0 - 25.5))
+            self.assertAlmostEqual(outcome.useful, 90 / 190)
 
 
 class CasesTest(absltest.TestCase):

@@ -16,11 +16,13 @@ import performance
 import tensorflow as tf
 import tested_versions
 import testing_utils as tu
+import third_party
 import warm_python
 from absl.testing import absltest, parameterized
 from compat import CASES, Case
 from compat_trainings import TRAININGS, Training
 
+import tfcdo
 from tfcdo.bench import results
 
 PAGE = pages.ROOT / "docs" / "compat.md"
@@ -159,6 +161,19 @@ class FiguresTest(tf.test.TestCase):
         self.assertLess(fed_back, without / 5)
         drawn = figures.draw("wire", {**losses, "float32": losses[names[1]]})
         self.assertLen(drawn.axes[0].lines, 3)
+
+
+class ThirdPartyTest(parameterized.TestCase):
+    """The quick part of `make third-party`."""
+
+    @parameterized.parameters("sonnet", "tf_keras")
+    def test_ends_as_on_one_device(self, name: str):
+        train = third_party.PROGRAMS[name]
+        several = tfcdo.MirroredStrategy(tu.device_names(third_party.NUM_DEVICES))
+        one = tf.distribute.MirroredStrategy(tu.device_names(1))
+        row = third_party.row(train(several), train(one))
+        self.assertEqual(row.mark, "✓", row.text)
+        self.assertEqual(third_party.row([[9.0]], [[1.0]]), ("✗", "8e+00"))
 
 
 if __name__ == "__main__":
