@@ -74,6 +74,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
     (keras.Layer, "add_loss", ("self", "loss")),
     (keras.Layer, "_get_own_losses", ("self",)),
+    (keras.Layer, "_get_regularization_losses", ("self",)),
     (keras.Layer, "_clear_losses", ("self",)),
     (Trainer, "_get_metrics_result_or_logs", ("self", "logs")),
     (Trainer, "_aggregate_additional_loss", ("self", "loss")),

@@ -105,15 +105,14 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("-n", "2", "workers", "2"), "--iters must follow the subcommand workers"),
         (("--model", "tiny", "-b", "8"), "--minbytes cannot be given with --model"),
         (("--optimizer", "adam", "-b", "8"), "--minbytes cannot be given with --optimizer"),
-        (("--ops", "ring"), "ring: NameError: name 'ring' is not defined; write all, tfcdo, tf, "),
-        (("--ops", "tfcdo.Ring()"), "tfcdo.Ring(): AttributeError: tfcdo has no 'Ring'; write "),
-        (("--ops", "tf.X("), "tf.X(: SyntaxError: '(' was never closed; write all, tfcdo, tf, "),
     )
     def test_a_wrong_option_is_found_before_tensorflow_starts(self, arguments, named):
         with mock.patch.dict(sys.modules, tensorflow=None):
             self.assert_refused(re.escape(named), "bench", *arguments)
 
     @parameterized.parameters(
+        ("ring", "ring: NameError: name 'ring' is not defined; write all, tfcdo, tf, "),
+        ("tf.X(", "tf.X(: SyntaxError: '(' was never closed"),
         ("tf.ReduceOp.SUM", "makes no cross-device ops"),
         ("tfcdo.HierarchicalCopyAllReduce(num_packs=-1)", "num_packs"),
         ("tf.CollectiveAllReduce(foo=1)", "no attribute 'CollectiveAllReduce'"),

@@ -139,6 +139,22 @@ class LossesTest(kt.TrainingTestCase):
             model.fit(*kt.dense_data(8), verbose=0)
         self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
 
+    @parameterized.parameters(True, False)
+    def test_own_train_step_adds_the_losses_of_regularizers(self, itself):
+        """As in Keras's guide: they are whole on each replica, and a warning says so."""
+
+        class Own(kt.OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                if not itself:
+                    return self.compute_loss(x, y, outputs)
+                return keras.losses.MeanSquaredError()(y, outputs) + sum(self.losses)
+
+        with kt.strategy_of(2).scope():
+            model = kt.model_of(kt.dense_layers, "sgd", False, "mse", Own)
+        with mock.patch.object(log, "warn_once") as warn:
+            model.fit(*kt.dense_data(8), verbose=0)
+        self.assertEqual("count 2 times on 2 replicas" in str(warn.call_args_list), itself)
+
     @parameterized.parameters(
         (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
     )
@@ -187,6 +203,33 @@ class LossesTest(kt.TrainingTestCase):
         tried = kt.dense_data(8) if run_eagerly else None
         options: dict[str, Any] = {"batch_size": 7, "validation_data": tried}
         self.check_as_on_one_device(make, *kt.dense_data(8), tolerance=2e-6, **options)
+
+    @parameterized.parameters(True, False)
+    def test_gradients_of_gradients_where_replicas_meet(self, normalizes):
+        """As for a penalty of a WGAN's: the last batch has no examples for the second replica."""
+
+        class Centered(keras.layers.Layer):
+            def call(self, x: Any) -> Any:
+                return x - keras.ops.mean(tfcdo.keras.global_batch(x), 0, keepdims=True)
+
+        class Own(kt.OwnStep):
+            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
+                with tf.GradientTape() as tape:
+                    tape.watch(x)
+                    squares = self(x, training=True) ** 2
+                slopes = tape.gradient(squares, x)
+                mean_square = keras.losses.MeanSquaredError()
+                return mean_square(y, outputs) + mean_square(tf.zeros_like(slopes), slopes)
+
+        def layers() -> list[Any]:
+            batch_norm = keras.layers.BatchNormalization(synchronized=True)
+            meeting = batch_norm if normalizes else Centered()
+            return [keras.layers.Dense(3, "tanh"), meeting, keras.layers.Dense(2)]
+
+        def make(run_eagerly: bool) -> keras.Model:
+            return kt.model_of(layers, "sgd", run_eagerly, kind=Own)
+
+        self.check_as_on_one_device(make, *kt.dense_data(5), batch_size=4)
 
     @parameterized.parameters(True, False)
     def test_own_train_step_reports_metrics(self, tracked):
@@ -245,6 +288,16 @@ class LossesTest(kt.TrainingTestCase):
         step(first)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):
             step(last)
+
+    def test_a_loss_in_the_scope(self):
+        """Outside of a step it is one of all examples, as of data to validate with."""
+        inputs, targets = kt.dense_data(7)
+        with kt.strategy_of(3).scope():
+            model = kt.model_of(kt.dense_layers, "sgd")
+            loss = keras.losses.MeanSquaredError()(targets, model(inputs))
+            total = model.compute_loss(inputs, targets, model(inputs))
+        expected = np.mean((targets - model(inputs)) ** 2)
+        self.assertAllClose([expected, expected + sum(model.losses)], [loss, total], 1e-6, 1e-6)
 
     @parameterized.parameters("train_step", "own_step")
     def test_an_own_loop_over_a_method_of_a_model(self, method):

@@ -18,7 +18,7 @@ import tfcdo
 from tfcdo import tf_internals
 from tfcdo.bench import results, workloads
 from tfcdo.bench.devices import ChosenDevices
-from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW, WANTED
+from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
 from tfcdo.exchange import dtypes
 from tfcdo.execute.numerics import on_each
 from tfcdo.plan.decide import Options
@@ -46,6 +46,7 @@ _KNOWN = (
     "tf.NcclAllReduce",
     _STRATEGY_DEFAULT,
 )
+_WANTED = "write all, tfcdo, tf, or Python such as tfcdo.AutoAllReduce() or tf.NcclAllReduce()"
 # The names that a user's Python may use: tf.X is short for tf.distribute.X.
 _NAMES = {
     "tfcdo": tfcdo,
@@ -125,9 +126,9 @@ def parse(name: str) -> list[Implementation]:
         ops = ops() if isinstance(ops, type) else ops
     except Exception as error:
         reason = f"{type(error).__name__}: {error}".partition("\n")[0]
-        raise ValueError(f"{name}: {reason}; {WANTED}") from error
+        raise ValueError(f"{name}: {reason}; {_WANTED}") from error
     if not isinstance(ops, tf.distribute.CrossDeviceOps):
-        raise ValueError(f"{name} makes no cross-device ops; {WANTED}")
+        raise ValueError(f"{name} makes no cross-device ops; {_WANTED}")
     return [Implementation(name, ops)]
 
 

@@ -11,7 +11,6 @@ import numpy as np
 
 # Kinds of measurements. `ALONE`: a training step that drops its gradients.
 OURS, TENSORFLOW, BASELINE, ALONE = "tfcdo", "tf", "baseline", "computing alone"
-WANTED = "write all, tfcdo, tf, or Python such as tfcdo.AutoAllReduce() or tf.NcclAllReduce()"
 # Goes through a sequence and shows the progress, with the keyword `description`.
 Track = Callable[..., Iterable[Any]]
 _Sample = TypeVar("_Sample")

@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import ast
-import builtins
 import contextlib
 import dataclasses
 import itertools
 import math
 import pathlib
-import symtable
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
 
@@ -21,31 +18,14 @@ from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-import tfcdo
 from tfcdo.bench import results, worker_pool, workloads
-from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, WANTED, Measurement
+from tfcdo.bench.results import ALONE, BASELINE, OURS, TENSORFLOW, Measurement
 from tfcdo.cli import options
 from tfcdo.log import format_bytes, format_count, format_seconds
 
 if TYPE_CHECKING:
     from tfcdo.bench import devices as bench_devices
     from tfcdo.bench import measure
-
-
-def _read_name(text: str) -> str:
-    """Reads a name of implementations; Python is only run when TensorFlow has started."""
-    try:
-        symbols = symtable.symtable(text.lstrip(), "--ops", "eval").get_symbols()
-    except SyntaxError as error:
-        raise ValueError(f"{text}: SyntaxError: {error.msg}; {WANTED}") from error
-    used = {symbol.get_name() for symbol in symbols if not symbol.is_assigned()}
-    if unknown := used - {OURS, TENSORFLOW, *dir(builtins)}:
-        raise ValueError(f"{text}: NameError: name {min(unknown)!r} is not defined; {WANTED}")
-    nodes = [n for n in ast.walk(ast.parse(text.strip())) if isinstance(n, ast.Attribute)]
-    used = {node.attr for node in nodes if ast.unparse(node.value) == OURS}
-    if unknown := used - {*dir(tfcdo), *vars(tfcdo)}:
-        raise ValueError(f"{text}: AttributeError: {OURS} has no {min(unknown)!r}; {WANTED}")
-    return text
 
 
 def _read_rate(text: str) -> float:
@@ -84,7 +64,7 @@ def _read_rate(text: str) -> float:
 )
 @options.option(
     "--ops names",
-    options.Parsed("name", _read_name),
+    str,
     "Implementations: tfcdo, tf, all, or Python such as "
     "'tfcdo.AutoAllReduce(wire_dtype=\"bfloat16\")'. Repeatable.",
     ("all",),

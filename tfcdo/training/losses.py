@@ -13,7 +13,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import keras_internals
+from tfcdo import keras_internals, log
 from tfcdo.execute.numerics import Gradient
 from tfcdo.training import step
 
@@ -23,9 +23,15 @@ Function = Callable[..., Any]
 def scaled(own: Function, value: Any) -> Any:
     """Stands for `scale_loss_for_distribution`: a mean counts by this replica's share of rows."""
     here = step.current_several()
-    return (
-        own(value) if here is None or here.is_even else here.keep(value * here.share(value.dtype))
-    )
+    if here is None or here.is_even:
+        return value if _is_of_all() else own(value)
+    return here.keep(value * here.share(value.dtype))
+
+
+def _is_of_all() -> bool:
+    """Returns whether a loss is one of all examples: in the scope, outside of a step."""
+    ours = step.is_ours(tf.distribute.get_strategy())
+    return ours and tf.distribute.in_cross_replica_context()
 
 
 def unscaled(own: Function, value: Any) -> Any:
@@ -35,7 +41,7 @@ def unscaled(own: Function, value: Any) -> Any:
         return here.without_stand_in(value)
     # Where Keras does not know their number, it counts each replica's loss once.
     if here is None or here.is_even or here.rows is None or here.reports:
-        return own(value)
+        return value if _is_of_all() else own(value)
     ratio = tf.cast(here.total, tf.float64) / tf.cast(tf.maximum(here.rows, 1), tf.float64)
     return value * tf.cast(ratio, value.dtype)
 
@@ -70,7 +76,9 @@ def reduced(
 
 def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Model.compute_loss`, which adds up losses."""
-    here, total = step.current_several(), own(model, *args, **kwargs)
+    here = step.current_several()
+    with step.during(scales_losses=True):
+        total = own(model, *args, **kwargs)
     return total if here is None or total is None or total.shape.rank else here.loss(total)
 
 
@@ -86,6 +94,19 @@ def of_layer(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_own_losses`, which reads what `add_loss` got."""
     here = step.current_several()
     return own(layer) if here is None else [*own(layer), *here.added.get(id(layer), ())]
+
+
+def regularized(own: Function, layer: Any) -> list[Any]:
+    """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
+    found, here = own(layer), step.current_several()
+    if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
+        log.warn_once(
+            "a train_step or compute_loss reads the losses of a layer: those of regularizers are "
+            f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
+            "Divide them as docs/own-loops.md says under Losses, or call Keras's compute_loss, "
+            "which adds them. If you have done so, nothing is wrong"
+        )
+    return found
 
 
 def cleared(own: Function, layer: Any) -> None:
@@ -193,7 +214,7 @@ def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:
 
 
 def _own_rows(upstream: tf.Tensor, value: tf.Tensor, before: tf.Tensor) -> tf.Tensor:
-    return step.summed(upstream)[before : before + tf.shape(value)[0]]
+    return step.summed_gradient(upstream)[before : before + tf.shape(value)[0]]
 
 
 _OF_ALL = Gradient("TfcdoOfAll", _own_rows)

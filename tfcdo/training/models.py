@@ -84,6 +84,7 @@ def install() -> None:
     extend(keras.metrics.Mean, "update_state", losses.averaged)
     extend(keras.Layer, "add_loss", losses.added)
     extend(keras.Layer, "_get_own_losses", losses.of_layer)
+    extend(keras.Layer, "_get_regularization_losses", losses.regularized)
     extend(keras.Layer, "_clear_losses", losses.cleared)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)

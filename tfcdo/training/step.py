@@ -160,6 +160,7 @@ class _Now(threading.local):
     steps: Sequence[ReplicaStep] | None = None
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
+    scales_losses = False  # Whether Keras adds up a step's losses, of layers, too.
 
 
 now = _Now()
@@ -238,7 +239,13 @@ def summed(value: Any) -> tf.Tensor:
     return _SUMMED.of(total, value)
 
 
-_SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed(upstream))
+def summed_gradient(upstream: Any) -> tf.Tensor:
+    """Returns the sum of the gradients that come to all replicas' examples."""
+    here = current_several()  # A gradient of a user's own does not leave a stand-in out.
+    return summed(upstream if here is None else here.keep(upstream))
+
+
+_SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed_gradient(upstream))
 
 
 def components(variable: Any) -> tuple[Any, ...]:
