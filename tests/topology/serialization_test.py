@@ -5,6 +5,7 @@ from __future__ import annotations
 import dataclasses
 import json
 import math
+import pathlib
 import random
 
 import hypothesis
@@ -42,6 +43,13 @@ class JsonTest(parameterized.TestCase):
     def test_other_texts_are_refused(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(text)
+
+    def test_a_path_is_not_a_text(self):
+        with self.assertRaisesRegex(ValueError, '^not a JSON text: .*; got "machine.json"$'):
+            Topology.from_json("machine.json")
+        for read in (Topology.from_json, Topology.from_nvidia_smi):
+            with self.assertRaisesRegex(TypeError, "^text must be .*; got .*machine.json"):
+                read(pathlib.Path("machine.json"))  # type: ignore[arg-type]
 
     @parameterized.parameters(
         ("name", 5, "name: expected `str`; got 5"),
