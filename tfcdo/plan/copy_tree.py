@@ -164,10 +164,7 @@ def chain(num_devices: int, root: int = 0) -> CopyTree:
 
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the binomial tree: in round `r`, every second device that is left sends and is done.
-
-    Devices are counted from the root. Each sends to the one `2**r` before it.
-    """
+    """Returns the binomial tree: in round `r`, every other device left sends `2**r` before it."""
     _check(num_devices, root)
     parents: list[int | None] = [None] * num_devices
     for rank in range(1, num_devices):
