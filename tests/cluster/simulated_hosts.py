@@ -153,9 +153,8 @@ class Process:
             if len(self.state) % 2 == 0:
                 yield from self.save()
                 saved = len(self.state)
-            is_last = len(self.state) == world.steps
-            if not is_last and (yield from self.ask(self.leaving.must_leave, call)):
-                yield from self.leave_with_backup(saved)
+            if len(self.state) % 2 == 0:  # The end of an epoch, whose metrics are of all hosts.
+                yield from self.collective(_GATHER, None)
         # The training is complete: what begins after it does not wait for this host.
         yield from self.set_once(f"begun/{self.host}", str(self.leaving.hold()))
         yield from self.finish_writing()

@@ -10,6 +10,7 @@ import pathlib
 import signal
 import sys
 import tempfile
+import time
 from typing import Any
 from unittest import mock
 
@@ -24,19 +25,21 @@ from tfcdo import strategies
 from tfcdo.cluster import worker
 from tfcdo.keras import training_state
 
-_FAULTS = (("SIGTERM", 1), ("SIGKILL", 6))  # Of each run, in a batch counted over all epochs.
+# Of each run, after a batch counted over all epochs; the first one is the last of its epoch.
+_FAULTS = (("SIGTERM", 4), ("SIGKILL", 6))
 _STEPS, _EPOCHS, _BATCH = 4, 2, 8
 
 
 class _Fault(keras.callbacks.Callback):
-    """Sends this process a signal in the run's batch."""
+    """Sends this process a signal after the run's batch."""
 
     def __init__(self, name: str, batch: int) -> None:
         super().__init__()
         self._signal, self._batch = signal.Signals[name], batch
 
-    def on_train_batch_begin(self, batch: int, logs: Any = None) -> None:
+    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.model.optimizer._iterations.numpy() == self._batch:
+            time.sleep(1.0)  # The other host has come to the end of the epoch.
             signal.raise_signal(self._signal)
 
 
@@ -56,7 +59,7 @@ def main(folder: str) -> None:
 
     callbacks = [backup, keras.callbacks.LambdaCallback(on_train_begin=tell)]
     if host == 1 and run < len(_FAULTS):
-        callbacks.append(_Fault(*_FAULTS[run]))
+        callbacks.insert(0, _Fault(*_FAULTS[run]))
     epochs = _train(strategy, pathlib.Path(folder, f"disturbed-{host}.npz"), *callbacks)
     print(f"run {run} began in epoch {epochs[0]}", flush=True)
 
@@ -106,9 +109,9 @@ class BackupHostsTest(tf.test.TestCase):
         self.assertIn("starting all workers again, as asked after a backup", result.stderr)
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
         self.assertIn("starting all workers again (restart 1 of 1)", result.stderr)
-        self.assertRegex(result.stdout, "run 1 goes on after batch [23]\n")
+        self.assertRegex(result.stdout, "run 1 goes on after batch [45]\n")
         # The last backup may not be complete when all are killed.
-        self.assertRegex(result.stdout, "run 2 goes on after batch [56]\n")
+        self.assertRegex(result.stdout, "run 2 goes on after batch [45]\n")
         self.assertIn("run 2 began in epoch 1", result.stdout)
         self.assertFalse((folder / "backup").exists())
         for host in 0, 1:

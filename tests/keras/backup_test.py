@@ -343,6 +343,31 @@ class ExactTest(BackupTestCase):
         training = _Training(_Slower(), self.backup(), **options)
         self.assert_bitwise_equal(_Training(_Slower(), **options), training)
 
+    @parameterized.parameters(
+        # Hosts and replicas of the backup, and its values; those that go on, and host 1's values.
+        ("mean", (1, 3), [1, -2, 4], (2, 2), [1]),
+        ("sum", (1, 3), [1, 2, 4], (2, 4), [0, 0]),
+        ("host", (2, 4), [1, 3], (2, 4), [3]),  # A sharded slot is on one device of each host.
+        ("host", (2, 2), [1, 3], (3, 6), [2, 2]),
+        ("sum of host", (2, 4), [1, 2, 3, 4], (2, 4), [3, 4]),
+        ("sum of host", (2, 4), [1, 2, 3, 4], (2, 2), [7]),
+        ("sum of host", (2, 4), [1, 2, 3, 4], (3, 6), [5, 0]),
+    )
+    def test_values_of_other_replicas(self, combine, before, values, now, expected):
+        dtype = tf.bfloat16.as_numpy_dtype  # Which numpy does not have, so that files have bits.
+        saved = {f"v0.{index}": np.asarray(value, dtype) for index, value in enumerate(values)}
+        strategy = mock.Mock(num_replicas_in_sync=now[1])
+        strategy.extended.worker_devices = ["/cpu:0"] * (now[1] // now[0])
+        slot = training_state._StateEntry(
+            "v", combine, tuple(tf.Variable(9, dtype=tf.bfloat16) for _ in expected)
+        )
+        with mock.patch.object(session, "_current", mock.Mock(**{"cluster.index": 1})):
+            header = {"hosts": before[0], "replicas": before[1]}
+            arrays = backup_folder.unpack(backup_folder.pack(saved))
+            signature = ["v", [], "bfloat16", combine]
+            training_state._assign(strategy, [slot], "v", header, [signature], arrays)
+        self.assertEqual(expected, [int(one.numpy()) for one in slot.components])
+
     def test_the_number_of_a_worker_beside_a_chief(self):
         cluster = config.from_spec({"chief": ["a:1"], "worker": ["b:1"]}, "worker", 0)
         strategy = mock.Mock(num_replicas_in_sync=4)

@@ -226,7 +226,9 @@ class Leaving:
 
     After a notice each host says which call it has begun, and begins no other. A host that has
     heard all proposes the last one of them; a host that has waited too long proposes none. The
-    first proposal is the decision: the store keeps one, and all read it.
+    first proposal is the decision: the store keeps one, and all read it. Hosts leave where the next
+    call would begin: at the end of the last one, some may have gone on to the end of the epoch,
+    where they wait for all.
     """
 
     def __init__(self, host: int, hosts: int) -> None:
@@ -248,12 +250,6 @@ class Leaving:
             self._begun[self._host] = call
             return True
         return None if self.decision is None else call <= self.decision
-
-    def must_leave(self, calls: int) -> bool | None:
-        """Returns whether to leave after this many calls, with a backup; None: no decision yet."""
-        if not self._is_held:
-            return False
-        return None if self.decision is None else calls >= self.decision
 
     def hear(self, host: int, begun: int) -> None:
         """Hears which call another host has begun."""

@@ -5,7 +5,6 @@ from __future__ import annotations
 import concurrent.futures
 import dataclasses
 import io
-import math
 import os
 import pathlib
 from typing import Any, Literal
@@ -165,7 +164,7 @@ class BackupAndRestore(Callback):
             self._leave()
 
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        """Makes a backup if it is time to, or leaves; Keras calls it."""
+        """Makes a backup if it is time to; Keras calls it."""
         self._calls += 1
         # Keras passes the last batch of an execution, and up to 3.9 its first.
         at_once = self.model.steps_per_execution
@@ -191,8 +190,6 @@ class BackupAndRestore(Callback):
         if isinstance(every, int) and batches // every > (batches - new) // every:
             self._save()
         self._note_progress()
-        if not self._is_complete() and self._preemption.must_leave(self._calls):
-            self._leave()
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
@@ -271,12 +268,6 @@ class BackupAndRestore(Callback):
                 "tfcdo: %s", _resumption(self._resumed_at, self._earlier, self._mark.read())
             )
             self._resumed_at = None
-
-    def _is_complete(self) -> bool:
-        """Returns whether the last batch of the last epoch is done."""
-        parameters = self.params or {}
-        is_last_epoch = self._progress.epoch == parameters.get("epochs", 0) - 1
-        return is_last_epoch and self._progress.batch >= (parameters.get("steps") or math.inf)
 
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""

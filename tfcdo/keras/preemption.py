@@ -11,7 +11,6 @@ import os
 import signal
 import threading
 import time
-from collections.abc import Callable
 from typing import Any
 
 import tensorflow as tf
@@ -76,13 +75,20 @@ class Preemption:
         """Returns whether to begin a call of the train function, the first being 1, or to leave."""
         if self._session is None:
             return not _signalled.is_set()
-        return self._ask(self._leaving.may_begin, call)
-
-    def must_leave(self, calls: int) -> bool:
-        """Returns whether to leave now that this many calls are done, and one has not begun."""
-        if self._session is None:
-            return _signalled.is_set()
-        return self._ask(self._leaving.must_leave, calls)
+        with self._lock:
+            if _signalled.is_set():
+                self._leaving.hold()
+            answer = self._leaving.may_begin(call)
+        if answer is None:
+            if _signalled.is_set():
+                self._announce("a host got SIGTERM")
+            # The listening thread ends in bounded time.
+            self._decided.wait()
+            answer = self._leaving.may_begin(call)
+        if answer is None:
+            logging.warning("tfcdo: leaving without a new backup, because a host does not answer")
+            raise SystemExit(128 + signal.SIGTERM)
+        return answer
 
     def wait_for_backup(self) -> None:
         """Waits until the chief has written the backup, before any host ends."""
@@ -101,23 +107,6 @@ class Preemption:
                     f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "
                     f"{self._session.timeout:.0f} s"
                 )
-
-    def _ask(self, question: Callable[[int], bool | None], calls: int) -> bool:
-        """Asks a question, and waits for the hosts' decision where it depends on one."""
-        with self._lock:
-            if _signalled.is_set():
-                self._leaving.hold()
-            answer = question(calls)
-        if answer is None:
-            if _signalled.is_set():
-                self._announce("a host got SIGTERM")
-            # The listening thread ends in bounded time.
-            self._decided.wait()
-            answer = question(calls)
-        if answer is None:
-            logging.warning("tfcdo: leaving without a new backup, because a host does not answer")
-            raise SystemExit(128 + signal.SIGTERM)
-        return answer
 
     def _end_with_the_run(self) -> None:
         """Ends this process when `tfcdo launch` ends a run that has failed."""

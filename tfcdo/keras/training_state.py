@@ -29,6 +29,7 @@ _MEAN = "mean"
 _SUM = "sum"
 _OWN = "own"  # Each has its own, which nothing adds up.
 _OF_HOST = "host"  # Hosts train alone; all replicas of a host hold the same.
+_SUM_OF_HOST = "sum of host"  # Hosts train alone; a host's replicas hold parts of a sum.
 
 _SHARED_SEED = "seed"  # Key of the state of the generator for `keras.random` without a seed.
 
@@ -210,7 +211,7 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     residuals = {
         key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
     }
-    same = (hosts, strategy.num_replicas_in_sync) == (header["hosts"], header["replicas"])
+    same = _is_alike(strategy, header)
     if not same and any(key.startswith("r.") for key in arrays):
         log.warn_once(
             "error feedback starts at 0, because the backup was made with another number of "
@@ -247,22 +248,35 @@ def _assign(
     for (key, slot), variable in zip(_keyed(prefix, slots), saved, strict=True):
         # A variable of one device is not distributed, and says nothing about replicas.
         combine = slot.combine if variable[3] == _SAME else variable[3]
-        if variable[3] == _SAME:
-            values = [arrays[key]]
-        else:
-            first, of_host = arrays[f"{key}.0"], variable[3] == _OF_HOST
-            count = header["hosts" if of_host else "replicas"]
-            values = [arrays.get(f"{key}.{i}", first) for i in range(count)]
+        dtype = slot.components[0].dtype.as_numpy_dtype
+        names, count = [key], 1
+        if variable[3] != _SAME:
+            count = header["hosts" if variable[3] == _OF_HOST else "replicas"]
+            names = [f"{key}.{index}" for index in range(count)]
+        saved_values = [arrays.get(name, arrays[names[0]]) for name in names]
+        # Files have bits in place of numbers of dtypes that numpy does not have.
+        values = [one if one.dtype == dtype else one.view(dtype) for one in saved_values]
         if variable[3] == _OF_HOST:  # Other hosts than in the backup begin with the mean.
-            of_hosts = _for_replicas(values, _MEAN, hosts)
-            values = [one for one in of_hosts for _ in strategy.extended.worker_devices]
+            values = _for_replicas(values, _MEAN, hosts)
+            own = [values[host]] * len(slot.components)
+        elif variable[3] == _SUM_OF_HOST and not _is_alike(strategy, header):
+            of_hosts = np.split(np.stack(values), header["hosts"])
+            sums = [np.sum(parts, 0, dtype=dtype) for parts in of_hosts]
+            values = _for_replicas(sums, _MEAN, hosts)
+            own = _for_replicas([values[host]], _SUM, len(slot.components))
         else:
             values = _for_replicas(values, combine, strategy.num_replicas_in_sync)
-        for index, component in enumerate(slot.components):
-            value = values[host * len(slot.components) + index]
-            dtype = component.dtype.as_numpy_dtype
+            first = host * len(slot.components)
+            own = values[first : first + len(slot.components)]
+        for component, value in zip(slot.components, own, strict=True):
             with tf.device(component.device):
-                component.assign(value.view(dtype) if value.dtype != dtype else value)
+                component.assign(value)
+
+
+def _is_alike(strategy: tf.distribute.Strategy, header: Mapping[str, Any]) -> bool:
+    """Returns whether a backup was made on as many hosts and replicas."""
+    replicas = strategy.num_replicas_in_sync
+    return (host_of(strategy)[1], replicas) == (header["hosts"], header["replicas"])
 
 
 def _for_replicas(values: list[np.ndarray], combine: str, count: int) -> list[np.ndarray]:
@@ -327,8 +341,9 @@ def _of_optimizer(slot: _StateEntry) -> _StateEntry:
 
 
 def _of_host(slot: _StateEntry) -> _StateEntry:
-    """Returns a variable that is the same on all replicas as one that hosts train alone."""
-    return dataclasses.replace(slot, combine=_OF_HOST) if slot.combine == _SAME else slot
+    """Returns a variable as one of hosts that train alone."""
+    of_host = {_SAME: _OF_HOST, _SUM: _SUM_OF_HOST}
+    return dataclasses.replace(slot, combine=of_host.get(slot.combine, slot.combine))
 
 
 def _keyed(prefix: str, slots: Iterable[_StateEntry]) -> list[tuple[str, _StateEntry]]:
