@@ -160,6 +160,11 @@ def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
 _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 
 
+# A variable of one device has these, as for `float(optimizer.learning_rate)` in a callback.
+_values.DistributedVariable.__int__ = lambda self: int(self.read_value())
+_values.DistributedVariable.__float__ = lambda self: float(self.read_value())
+
+
 _Spec = _input_lib.DistributedDatasetAndIteratorSpec
 _serialize, _check_type = _Spec._serialize, _Spec.sanity_check_type
 

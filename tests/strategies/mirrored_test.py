@@ -42,6 +42,16 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         everything = tf.distribute.MirroredStrategy().extended.worker_devices
         self.assertEqual(everything, tfcdo.MirroredStrategy([]).extended.worker_devices)
 
+    def test_numbers_of_variables(self):
+        """As callbacks read the learning rate, or the count of steps."""
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            optimizer = keras.optimizers.SGD(0.5)
+            statistic = keras.Variable(2.5, trainable=False)
+            variable = tf.Variable(3)
+        rates = (float(optimizer.learning_rate), float(statistic), int(statistic))
+        self.assertEqual((0.5, 2.5, 2), rates)
+        self.assertEqual((0, 3, 3.0), (int(optimizer.iterations), int(variable), float(variable)))
+
     def test_explains_what_it_runs(self):
         own = tfcdo.AllReduceCrossDeviceOps("ring", num_packs=0)
         devices = tu.device_names(4)[::-1][:3]

@@ -159,7 +159,13 @@ def _copies(values: Any) -> Any:
         is_number = tf.is_tensor(value) and value.dtype not in (tf.string, tf.variant, tf.resource)
         return tf.raw_ops.DeepCopy(x=value) if is_number else value
 
-    return tf.nest.map_structure(copy, values, expand_composites=True)
+    def of_one(value: Any) -> Any:
+        # Keras has it for None in a generator's batch, and makes it None again in a step.
+        if isinstance(value, tf.experimental.Optional):
+            return None
+        return tf.nest.map_structure(copy, value, expand_composites=True)
+
+    return tf.nest.map_structure(of_one, values)
 
 
 def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:

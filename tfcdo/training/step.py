@@ -119,16 +119,16 @@ class ReplicaStep:
         places = [at for at, one in enumerate(flat) if _is_of_rows(one) and not one.shape[0]]
         given = [flat[at] for at in places]
 
-        def stand_ins() -> list[tf.Tensor]:
-            ones = [tf.concat([[1], tf.shape(value)[1:]], 0) for value in given]
-            return [tf.zeros(one, value.dtype) for one, value in zip(ones, given, strict=True)]
+        def stand_ins() -> list[Any]:
+            return [*map(_row_of_zeros, given)]
 
         if self.known_rows == 0:
             found = stand_ins()
         else:  # One op for all of them: each would take as long to trace as a layer.
             found = tf.cond(self.has_rows, lambda: given, stand_ins) if given else []
         for at, value in zip(places, found, strict=True):
-            value.set_shape([None, *flat[at].shape[1:]])
+            if not isinstance(value, tf.RaggedTensor):
+                value.set_shape([None, *flat[at].shape[1:]])
             flat[at] = value
         return tf.nest.pack_sequence_as(values, flat)
 
@@ -137,14 +137,36 @@ class ReplicaStep:
         if not _is_of_rows(value):
             return value
         if self.known_rows is not None:
-            return value if self.known_rows else value[:0]
+            return value if self.known_rows else first_rows(value, 0)
         if value.shape[0] is not None:
             return value
-        return value[: tf.where(self.has_rows, tf.shape(value)[0], 0)]
+        rows = rows_of(value)
+        return first_rows(value, tf.where(self.has_rows, rows, 0))
 
 
 def _is_of_rows(value: Any) -> bool:
-    return isinstance(value, tf.Tensor) and bool(value.shape.rank)
+    kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
+    return isinstance(value, kinds) and bool(value.shape.rank)
+
+
+def _row_of_zeros(value: Any) -> Any:
+    """Returns a row as a tensor has them: with one zero, or none, if its rows differ in size."""
+    if isinstance(value, tf.RaggedTensor):  # With a value: layers may fail on no steps.
+        splits = [tf.constant([0, 1], value.row_splits.dtype)] * value.ragged_rank
+        return tf.RaggedTensor.from_nested_row_splits(_row_of_zeros(value.flat_values), splits)
+    if isinstance(value, tf.SparseTensor):
+        shape = tf.concat([[1], value.dense_shape[1:]], 0)
+        return tf.SparseTensor(value.indices[:0], value.values[:0], shape)
+    return tf.zeros(tf.concat([[1], tf.shape(value)[1:]], 0), value.dtype)
+
+
+def first_rows(value: Any, rows: Any) -> Any:
+    """Returns the first rows of a tensor, dense or not."""
+    if not isinstance(value, tf.SparseTensor):
+        return value[:rows]
+    others = value.dense_shape[1:]
+    sizes = tf.concat([[tf.cast(rows, tf.int64)], others], 0)
+    return tf.sparse.slice(value, tf.zeros_like(value.dense_shape), sizes)
 
 
 def _can_be_zero(rows: Any) -> bool:
