@@ -208,6 +208,7 @@ class BrokenTest(parameterized.TestCase):
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
+        ("shapes must be a list .* got .3,", Rehearsal, {**_REHEARSED, "shapes": (3,)}),
         ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),
     )
     def test_arguments(self, pattern, make, arguments):

@@ -171,7 +171,7 @@ class ArgumentsTest(LaunchTestCase):
         ("train.py", "either --workers N"),
         ("--workers 1:4 train.py", "got '1:4': for workers that come and go use Ray Train"),
         ("--workers 257 train.py", "expected a number from 1 to 256; got '257'"),
-        ("--workers 2 --slurm train.py", "either --slurm, or --workers"),
+        ("--workers 2 --slurm train.py", "give --slurm without --workers"),
         ("--slurm train.py", "--slurm: srun must set SLURM_JOB_ID to a number; got ''"),
         ("--workers 2 --nnodes 2 train.py", "--nnodes 2 needs --hosts: the addresses of all"),
         ("--hosts a:1 --index 0 --nnodes 2 train.py", "number of --hosts, 1; got 2"),

@@ -201,7 +201,10 @@ def _place(
     count = len(hosts or [1])
     several = hosts or nnodes or index is not None
     options.refuse(
-        (slurm and (workers or several), "give either --slurm, or --workers or --hosts"),
+        (
+            slurm and (workers or several),
+            "give --slurm without --workers, --hosts, --index and --nnodes, which Slurm tells",
+        ),
         (
             not (slurm or workers or hosts),
             "give before SCRIPT either --workers N, to start all workers on this machine, "

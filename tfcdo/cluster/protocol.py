@@ -38,7 +38,10 @@ class DisagreementError(ClusterError):
 
 
 class LateHostError(ClusterError):
-    """A host did not come to a collective within the time-out; the message names it."""
+    """A host did not come to its first collective of a kind in time; the message names it.
+
+    Later ones end with `tf.errors.DeadlineExceededError`, because TensorFlow runs them.
+    """
 
 
 class RendezvousError(ClusterError):

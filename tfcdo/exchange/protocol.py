@@ -276,7 +276,8 @@ class Rehearsal:
       dtype: the tensors' dtype, "float32" or "float64".
 
     Raises:
-      TypeError: if `exchange` is not an exchange, or `hosts` not an int.
+      TypeError: if `exchange` is not an exchange, `shapes` not a list of shapes, or `hosts` not an
+        int.
       ValueError: if `hosts` is less than 1, or `dtype` another one.
 
     Attributes:
@@ -307,7 +308,10 @@ class Rehearsal:
         if dtype not in dtypes.CAST:
             raise ValueError(f"dtype must be {' or '.join(map(repr, dtypes.CAST))}; got {dtype!r}")
         self.exchange, self.hosts = exchange, hosts
-        self.spec = PackSpec(dtype, tuple(tuple(shape) for shape in shapes))
+        try:
+            self.spec = PackSpec(dtype, tuple(map(tuple, shapes)))
+        except TypeError:
+            raise TypeError(f"shapes must be a list of shapes; got {shapes!r}") from None
         self.states = [dict(exchange.state(self.spec, hosts)) for _ in range(hosts)]
         self.calls: list[Collective] = []
 
