@@ -1,0 +1,182 @@
+"""Options of strategies: `shard_optimizer_state`, and `check_in_sync`, which finds differences."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import tempfile
+from typing import Any
+
+import keras
+import keras_training as kt
+import numpy as np
+import tensorflow as tf
+import testing_utils as tu
+from absl.testing import parameterized
+from keras import optimizers as ko
+
+import tfcdo
+from tfcdo.training import models
+
+sharded = functools.partial(kt.trained_eagerly, shard_optimizer_state=True)
+_data = functools.partial(kt.dense_data, 60)  # Divides by four.
+_adam = functools.partial(ko.Adam, 0.05, global_clipnorm=0.5)
+
+
+class ShardedStateTest(kt.TrainingTestCase):
+    def test_wire_dtype_casts_gradients_but_not_weights(self):
+        make = functools.partial(ko.SGD, 0.2)
+        ops = tfcdo.HierarchicalCopyAllReduce(wire_dtype="bfloat16")
+        model, exact = sharded(2, make, ops=ops), sharded(2, make)
+        self.assert_same_training(exact, model, 2e-2)
+        weights = model.get_weights()[0]
+        self.assertNotAllEqual(weights, exact.get_weights()[0])
+        self.assertNotAllEqual(weights, tf.cast(tf.cast(weights, tf.bfloat16), tf.float32))
+
+    def test_no_more_is_copied_than_is_explained(self):
+        """Sums reach their owners only, and weights all devices."""
+        strategy = kt.strategy_of(2, shard_optimizer_state=True)
+        shapes = [(30,), (10,), (10,)]
+        with strategy.scope():
+            variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
+            optimizer = ko.SGD(0.2)
+            optimizer.build(variables)
+
+        def step() -> None:
+            optimizer.apply([tf.sin(one.value) for one in variables], variables)
+
+        with self.assertNoLogs("tensorflow", "WARNING"):  # AutoGraph leaves tfcdo's functions out.
+            graph = tf.function(lambda: strategy.run(step)).get_concrete_function().graph
+        copied = tu.copied_bytes(graph, tu.device_names(2))
+        told = strategy.explain(shapes, shard_optimizer_state=True)
+        for link, num_bytes in told.bytes_by_link.items():
+            self.assertBetween(copied[link], 1, num_bytes)
+
+    @parameterized.parameters(
+        (lambda: ko.SGD(0.2), True),
+        (lambda: ko.Adam(0.2), False),
+        (lambda: ko.SGD(0.2, weight_decay=0.1), False),
+    )
+    def test_only_rows_are_sent_back_if_only_rows_change(self, make, only_rows):
+        strategy = kt.strategy_of(2, shard_optimizer_state=True)
+        with strategy.scope():
+            table = keras.Variable(np.ones([1000, 2], np.float32))
+            optimizer = make()
+            optimizer.build([table])
+
+        def step() -> None:
+            indices, shape = tf.constant([7, 7]), tf.constant([1000, 2])
+            optimizer.apply([tf.IndexedSlices(tf.ones([2, 2]), indices, shape)], [table])
+
+        ops = tu.traced_ops(lambda: strategy.run(step))
+        scattered = [op for op in ops if op.type == "ResourceScatterUpdate"]
+        self.assertLen(scattered, 1 if only_rows else 0)
+        strategy.run(step)
+        self.assert_bitwise_equal([one.read_value() for one in table.value.values])
+
+    def test_a_step_that_fails_changes_no_weights(self):
+        """The gradient of the last variable fails; no owner has begun by then."""
+        strategy = kt.strategy_of(3, shard_optimizer_state=True)
+        with strategy.scope():
+            variables = [keras.Variable(np.ones([4], np.float32)) for _ in range(6)]
+            optimizer = ko.SGD(0.2, weight_decay=0.1)
+            optimizer.build(variables)
+
+        def on_replica(last: tf.Tensor) -> None:
+            gradients = [tf.ones([4])] * 5 + [tf.debugging.check_numerics(last, "bad")]
+            optimizer.apply(gradients, variables)
+
+        step = tf.function(lambda last: strategy.run(on_replica, (last,)))
+        step(tf.ones([4]))
+        components = [component for one in variables for component in one.value.values]
+        before = [component.numpy() for component in components]
+        with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "bad"):
+            step(tf.constant([1.0, np.nan, 1.0, 1.0]))
+        self.assertAllEqual(before, [component.numpy() for component in components])
+
+    def test_saved_on_four_devices_and_restored_on_one(self):
+        source = sharded(4, _adam, 2, data=_data)
+        folder = self.enter_context(tempfile.TemporaryDirectory())
+        path = tf.train.Checkpoint(model=source, optimizer=source.optimizer).save(f"{folder}/c")
+        model = kt.model_of(kt.dense_layers, _adam())
+        restore = tf.train.Checkpoint(model=model, optimizer=model.optimizer).restore(path)
+        model.optimizer.build(model.trainable_variables)
+        restore.assert_existing_objects_matched()
+        kt.train_eagerly(model, tf.distribute.get_strategy(), range(2, 4), _data)
+        self.assert_same_training(kt.trained_eagerly(1, _adam, data=_data), model, 2e-5)
+
+
+def _break(model: keras.Model, variable: str, replica: int, by: float = 0.25) -> None:
+    variables = [*model.weights, *model.optimizer.variables]
+    (found,) = [v for v in variables if v.path.endswith(variable)]
+    change = np.zeros(found.shape)
+    change.flat[-1] = by
+    found.value.values[replica].assign_add(change)
+
+
+class ComparisonTest(kt.TrainingTestCase):
+    def test_names_variable_replica_and_difference(self):
+        make = functools.partial(ko.SGD, 0.1, momentum=0.5, gradient_accumulation_steps=2)
+        model = kt.trained_eagerly(3, make, steps=1)
+        comparison = models.WeightComparison(model)
+        with self.subTest("variables of a replica's own are left out"):
+            self.assertNotAllClose(*model.optimizer._accumulated_gradients[0].value.values[:2])
+            self.assertIsNone(comparison.difference())
+        for variable, replica in (("kernel", 2), ("bias_momentum", 1)):
+            with self.subTest(variable):
+                _break(model, variable, replica)
+                self.assertRegex(
+                    str(comparison.difference()),
+                    rf"^replica {replica} holds other numbers of \S*{variable} than replica 0, by "
+                    r"0\.25\d* at most; of 6 variables 1 differ somewhere$",
+                )
+                _break(model, variable, replica, -0.25)
+        with self.subTest("only digests are sent"):
+            graph = comparison._digests.get_concrete_function().graph
+            (gathered,) = [op.outputs[0] for op in graph.get_operations() if op.type == "ConcatV2"]
+            self.assertEqual((gathered.shape, gathered.dtype), ((3, 6), tf.int64))
+
+
+class FitTest(kt.TrainingTestCase):
+    @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True))
+    def test_the_first_executions(self, steps_per_execution, step, is_found):
+        strategy = kt.strategy_of(2)
+        strategy.extended.checks_in_sync = True
+        with strategy.scope():
+            model = kt.model_of(kt.dense_layers, "sgd")
+        model.steps_per_execution = steps_per_execution
+
+        def at(batch: int, logs: Any) -> None:
+            if batch + 1 == step - steps_per_execution:
+                _break(model, "kernel", 1)
+
+        number = step // steps_per_execution
+        found = rf"^after execution {number} of the train step, replica 1 .*check_in_sync=False"
+        with self.assertRaisesRegex(RuntimeError, found) if is_found else contextlib.nullcontext():
+            breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
+            model.fit(*kt.dense_data(step * kt.BATCH), kt.BATCH, callbacks=[breaking], verbose=0)
+
+
+class DigestTest(tf.test.TestCase, parameterized.TestCase):
+    @parameterized.parameters("float16", "bfloat16", "float32", "float64", "int32", "bool")
+    def test_any_change_shows(self, dtype):
+        values = tf.cast(np.random.default_rng(0).integers(0, 2, [3, 40]), dtype)
+        seen = {int(models.digest(tf.identity(values))) for _ in range(2)}
+        flipped = values.numpy()
+        for at in ((0, 0), (1, 7), (2, 39)):  # One by one, and together.
+            flipped[at] = 1 - flipped[at]
+            seen.add(int(models.digest(tf.constant(flipped))))
+        seen.add(int(models.digest(tf.reverse(values, [1]))))
+        self.assertLen(seen, 5)
+
+    def test_small_changes_do_not_cancel(self):
+        bits = np.arange(1 << 20, dtype=np.int32)
+        seen = {int(models.digest(tf.constant(bits)))}
+        for changes in ((3, -1), (5, -1), (1, -1), (7, -5)):
+            changed = tf.concat([bits[:2] + np.array(changes, np.int32), bits[2:]], 0)
+            seen.add(int(models.digest(changed)))
+        self.assertLen(seen, 5)
+
+
+if __name__ == "__main__":
+    tf.test.main()
