@@ -44,16 +44,33 @@ def check_path(name: str, value: Any, *suffixes: str) -> pathlib.Path:
     """Returns the argument `name`, a path that ends in one of the suffixes, if there are any."""
     if not isinstance(value, (str, os.PathLike)):
         raise TypeError(f"{name} must be a path; got {value!r}")
+    if not os.fspath(value):
+        raise ValueError(f"{name} must be a path; got ''")
     path = pathlib.Path(value)
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{name} must end in {' or '.join(suffixes)}; got {os.fspath(value)!r}")
     return path
 
 
-def check_type(name: str, value: object, kind: type, maker: str) -> None:
-    """Raises a TypeError unless the argument `name` is of a class that a function makes."""
+def check_type(name: str, value: object, kind: type, maker: str = "") -> None:
+    """Raises a TypeError unless the argument `name` is of a class, which a function may make."""
     if not isinstance(value, kind):
-        raise TypeError(f"{name} must be a {kind.__name__}, as {maker} returns it; got {value!r}")
+        made = f", as {maker} returns it" if maker else ""
+        raise TypeError(f"{name} must be a {kind.__name__}{made}; got {value!r}")
+
+
+def check_items(name: str, values: Any, kind: type) -> tuple[Any, ...]:
+    """Returns the argument `name`, a list of objects of a class, as a tuple."""
+    items = tuple(values) if isinstance(values, Iterable) else (values,)
+    if not all(isinstance(item, kind) for item in items):
+        raise TypeError(f"{name} must be a list of {kind.__name__}; got {values!r}")
+    return items
+
+
+def check_optimizer(value: Any) -> None:
+    """Raises a TypeError unless the argument `optimizer` is one of Keras 3, or of a class alike."""
+    if isinstance(value, type) or not callable(getattr(value, "apply", None)):
+        raise TypeError(f"optimizer must be a Keras 3 optimizer; got {value!r}")
 
 
 def check_bool(name: str, value: object) -> None:

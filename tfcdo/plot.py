@@ -68,6 +68,7 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
       2
     """
     check_plan(plan, topology)
+    checks.check_type("title", title, str)
     groups: dict[CopyTree, list[int]] = {}
     for index, tree in enumerate(plan.trees):
         groups.setdefault(tree, []).append(index)

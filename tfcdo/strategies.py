@@ -236,6 +236,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
 
         Raises:
           ValueError: if the strategy has no `outer`.
+          TypeError: if `optimizer` is not an optimizer.
 
         Example:
           >>> import keras
@@ -244,6 +245,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
           ...
           ValueError: outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None
         """
+        checks.check_optimizer(optimizer)
         if self.extended.outer is None:
             raise ValueError(
                 "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"

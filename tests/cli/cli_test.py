@@ -68,6 +68,13 @@ class CommandTest(cli_testing.CommandTestCase):
         remedy = f"in a clone of tfcdo, pip install '.[{extra}]'"
         self.assertEqual(result.stderr, f"tfcdo: {package} is not installed: {remedy}\n")
 
+    def test_an_error_without_a_name_is_not_standard_outputs(self):
+        error = OSError(errno.EMFILE, "Too many open files")
+        command = click.Command("failing", callback=mock.Mock(side_effect=error))
+        with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
+            result = cli_testing.run_tfcdo("failing")
+        self.assertEqual((result.status, result.errors), (1, "tfcdo: Too many open files\n"))
+
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")
         self.assertIn("ModuleNotFoundError", result.stderr)
@@ -80,7 +87,7 @@ class CommandTest(cli_testing.CommandTestCase):
 
     @parameterized.parameters(
         ("--help >&-", "standard output is closed"),
-        ("plan -t nvswitch:2 -b 1K >/dev/full", os.strerror(errno.ENOSPC)),
+        ("plan -t nvswitch:2 -b 1K >/dev/full", "standard output: " + os.strerror(errno.ENOSPC)),
     )
     def test_output_that_does_not_get_through(self, shell: str, named: str):
         script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} {shell}"

@@ -46,7 +46,7 @@ class FromSpecTest(parameterized.TestCase):
         (TWO, "evaluator", 0, "got 'evaluator' .an evaluator needs its address, or no TF_CONFIG"),
         ({**TWO, "evaluator": ["e:1"]}, "evaluator", 1, "one of the 1 of job 'evaluator', 0 to 0"),
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one chief"),
-        ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is there twice"),
+        ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is duplicated"),
         ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
     )
     def test_mistakes(self, spec, job, index, message):

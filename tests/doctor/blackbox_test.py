@@ -79,8 +79,12 @@ class BlackBoxTest(parameterized.TestCase):
     def test_files_that_are_refused(self):
         good = self.write("good", made_box(0))
         elsewhere = made_box(1, hosts=["x", "y"])
+        edited = msgspec.to_builtins(made_box(0, (8, 52.0, None)))
         for files, message in (
             ([self.write("bad", {"host": 1})], "is not a black box of tfcdo: .*missing"),
+            ([self.write("host", {**edited, "host": 3})], "host is not a black .* not list"),
+            ([self.write("kind", {**edited, "kinds": {}})], "kind is not a black .* not list"),
+            ([self.write("number", {**edited, "entries": [["k", -1, 5.0, 6.0]]})], ">= 0"),
             ([good, self.write("again", made_box(0))], "good and .*again are both of host 0"),
             ([good, self.write("other", elsewhere)], "must be of one job; .*other has the hosts"),
             ([str(self.folder / "none")], f"^tfcdo: {self.folder}/none: No such file"),

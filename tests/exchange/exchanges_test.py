@@ -193,6 +193,10 @@ class BrokenTest(parameterized.TestCase):
             with self.assertRaisesRegex(ValueError, f"each of the 2 hosts; got {count}"):
                 Rehearsal(Cast("bfloat16"), [(10,)]).step([[np.ones(10, np.float32)]] * count)
 
+    def test_other_shapes_are_refused(self):
+        with self.assertRaisesRegex(ValueError, r"values\[1\] .* \(\(3,\),\); got \(\(2,\),\)"):
+            Rehearsal(Sum(), [(3,)]).step([[np.ones(3)], [np.ones(2)]])
+
     @parameterized.parameters(
         ("rank must be at least 1; got 0", PowerSGD, {"rank": 0}),
         ("fraction must be above 0 and at most 1; got 2", TopK, {"fraction": 2}),

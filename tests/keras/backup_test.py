@@ -474,7 +474,7 @@ class BadInputTest(BackupTestCase):
         self.assert_bitwise_equal(_undisturbed(exact=False), training)
 
     @parameterized.parameters(
-        ({"backup_dir": ""}, ValueError, "backup_dir must be the path of a folder; got ''"),
+        ({"backup_dir": ""}, ValueError, "backup_dir must be a path; got ''"),
         ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
         ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
         ({"backup_dir": None}, TypeError, "backup_dir must be a path; got None"),

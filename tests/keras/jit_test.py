@@ -149,7 +149,7 @@ class JitTest(kt.TrainingTestCase):
 
     @parameterized.parameters(
         ({"step": 3}, "step must be a function; got 3"),
-        ({"step": print, "optimizer": "sgd"}, "optimizer must be a Keras 3 optimizer or None"),
+        ({"step": print, "optimizer": "sgd"}, "optimizer must be a Keras 3 optimizer; got"),
     )
     def test_bad_arguments(self, arguments, message):
         with self.assertRaisesRegex(TypeError, message):

@@ -33,6 +33,8 @@ class CheckedTest(parameterized.TestCase):
         (PACKS[1:], r"value 0, of size 10, once; got it cut at \[0, 10\]"),
         ((PACKS[0], PACKS[2]), r"value 0, of size 10, once; got it cut at \[0, 5\]"),
         (PACKS[:2], "value 1, of size 5, once"),
+        ((*PACKS, pack((2, 0, 5))), r"packs\[3\] must hold values from 0 to 1; got "),
+        ((*PACKS, pack((-1, 0, 5))), r"packs\[3\] must hold values from 0 to 1; got "),
         ((*PACKS, PACKS[0]), r"value 0, of size 10, once; got it cut at \[0, 5, 5, 10\]"),
         ((PACKS[0], pack((0, 5, 10), tree=star(2)), PACKS[2]), r"packs\[1\] must have a tree over"),
         ((pack((0, 0, 10), after=0), PACKS[2]), r"packs\[0\].after must be an earlier pack"),

@@ -125,6 +125,8 @@ class TimelineTest(plan_testing.PlanTestCase):
         ({"jitter": 0.1}, 8, "seed must be a number for a jitter of 0.1; got None"),
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
         ({"jitter": "0.1", "seed": 1}, 8, "jitter must be a number; got '0.1'"),
+        ({"jitter": 0.1, "seed": [1]}, 8, "seed must be a number; got .1."),
+        ({"hosts": 2}, 8, "hosts must be a Hosts; got 2"),
     )
     def test_nonsense(self, options, devices, message):
         schedule = algorithms.make_plan("ring", DGX1, MB)

@@ -169,9 +169,11 @@ class SaveTest(parameterized.TestCase):
         schedule = algorithms.make_plan("ring", machine, 10**6)
         name: Any = "ring"
         figure: Any = None
+        name_of: Any = 5
         for error, message, call in (
             (TypeError, "plan must be a Plan.*; got 'ring'", lambda: draw_trees(name, machine)),
             (ValueError, "plan must be for the 3", lambda: draw_trees(schedule, preset("pcie", 3))),
+            (TypeError, "title .* str; got 5", lambda: draw_trees(schedule, machine, name_of)),
             (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(figure, "a.jpg")),
             (TypeError, "must be a Figure, .*; got None", lambda: save_figure(figure, "a.png")),
         ):

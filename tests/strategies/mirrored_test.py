@@ -254,6 +254,11 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         with self.assertRaisesRegex((TypeError, ValueError), message):
             make(**arguments)
 
+    def test_a_name_is_no_optimizer(self):
+        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        with self.assertRaisesRegex(TypeError, "optimizer must be a Keras 3 .*; got 'adam'"):
+            strategy.state_bytes("adam")
+
     def test_each_argument_is_compared_among_hosts(self):
         auto, nccl, one = tfcdo.AutoAllReduce, tfcdo.NcclAllReduce, tfcdo.ReductionToOneDevice
         hierarchical, of_algorithm = tfcdo.HierarchicalCopyAllReduce, tfcdo.AllReduceCrossDeviceOps

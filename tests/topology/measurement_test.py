@@ -91,6 +91,8 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             tfcdo.AutoAllReduce(topology=5)  # type: ignore[arg-type]
         with self.assertRaises(OSError):
             topology.measure(tu.device_names(2), path=damaged / "mine.json")
+        with self.assertRaisesRegex(TypeError, "progress must be a function or None; got 5"):
+            topology.measure(tu.device_names(2), progress=5)  # type: ignore[arg-type]
 
     @parameterized.parameters(
         (["CPU:0", "CPU:0"], "different CPUs or GPUs of this host; got .*CPU:0"),
@@ -100,6 +102,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
         (["GPU:0", "GPU:1"], "that exist; got 'GPU:0', there are .*CPU:0"),
         (["CPU:0", "CPU:99"], "that exist; got 'CPU:99'"),
+        (["nonsense"], "that exist; got 'nonsense'"),
         ([3], "a device name such as .* got 3"),
     )
     def test_other_devices_are_refused(self, devices, message):

@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import json
 import math
+import pathlib
 import random
 from typing import Any
 
@@ -108,13 +109,16 @@ class TopologyTest(parameterized.TestCase):
         self.assertLen(Topology.from_routes("one way", 3, routes).direct_links, 6)
 
     @parameterized.parameters(
+        ({"name": None}, "name must be a str; got None"),
+        ({"links": 5}, "links must be a list of Link; got 5"),
+        ({"links": (Link(0, 1, 0.0, [0]),)}, "0→1 must be a tuple of .*; got .0."),  # type: ignore[arg-type]
         ({"num_devices": 0}, "num_devices"),
         ({"num_devices": 2.0}, "num_devices must be an int; got 2.0"),
         ({"num_devices": 3}, r"6 links; got 2; missing or too many .*: \[\(0, 2\)"),
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
         ({"serial_reduction": "no"}, "serial_reduction must be True or False; got 'no'"),
         ({"addition_bandwidth": "1G"}, "addition_bandwidth must be a number; got '1G'"),
-        ({"resources": (Resource("a", 1.0),) * 2}, "'a' is there twice"),
+        ({"resources": (Resource("a", 1.0),) * 2}, "'a' is duplicated"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
         ({"links": (Link(0, 1, 0.0, (1, 0, 1)),)}, r"0→1 must be different; got \(1, 0, 1\)"),
@@ -124,6 +128,19 @@ class TopologyTest(parameterized.TestCase):
     def test_wrong_arguments_are_named(self, change, message):
         with self.assertRaisesRegex((ValueError, TypeError), message):
             dataclasses.replace(preset("fully_connected", 2), **change)
+
+    def test_other_devices_and_routes_are_named(self):
+        machine, others = preset("pcie"), {"a": 1}
+        for of_pair in (machine.bandwidth, machine.latency, machine.route):
+            for pair in ((0, 0), (4, 1), ("0", None)):
+                with self.assertRaisesRegex(ValueError, f"source and .* 0 to 3; got {pair[0]!r} "):
+                    of_pair(*pair)
+        with self.assertRaisesRegex(TypeError, "devices must be a list of int; got None"):
+            machine.subset(None)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(TypeError, "routes must be a list of Route; got {'a': 1}"):
+            Topology.from_routes("two", 2, others)  # type: ignore[arg-type]
+        with self.assertRaisesRegex(TypeError, "resources of the link 0→1 .* Resource; got 'abc'"):
+            Topology.from_routes("two", 2, [Route(0, 1, "abc")])  # type: ignore[arg-type]
 
     def test_resources_of_one_name_are_one_resource(self):
         bus, same, plug = Resource("bus", 1e9), Resource("bus", 1e9), Resource("plug", 5e8)
@@ -161,6 +178,13 @@ class JsonTest(parameterized.TestCase):
     def test_other_texts_are_refused(self, text, message):
         with self.assertRaisesRegex(ValueError, message):
             Topology.from_json(text)
+
+    def test_a_path_is_not_a_text(self):
+        with self.assertRaisesRegex(ValueError, '^not a JSON text: .*; got "machine.json"$'):
+            Topology.from_json("machine.json")
+        for read in (Topology.from_json, Topology.from_nvidia_smi):
+            with self.assertRaisesRegex(TypeError, "^text must be .*; got .*machine.json"):
+                read(pathlib.Path("machine.json"))  # type: ignore[arg-type]
 
     @parameterized.parameters(
         ("name", 5, "name: expected `str`; got 5"),

@@ -92,7 +92,7 @@ def bench(
     The values are read from variables on each device, all-reduced in a graph, and used where they
     end up; the time of the same graph without the all-reduce is subtracted. The implementations
     take turns. Every result is compared with numpy's: the exit status is 1 if one of tfcdo's is
-    wrong. The subcommand measures training steps on several hosts.
+    incorrect. The subcommand measures training steps on several hosts.
     """
     given = {
         max(parameter.opts, key=len)
@@ -170,7 +170,7 @@ def bench(
 @options.option(
     "--rate",
     options.Parsed("bandwidth", _read_rate),
-    "Limit of the link between the workers; needs root or tc.",
+    "Limit of the link between the workers; needs tc, and root or user namespaces.",
     metavar="1gbit",
 )
 @options.JSON_FILE

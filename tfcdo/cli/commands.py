@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import codecs
+import errno
 import importlib
 import io
 import sys
@@ -66,11 +67,17 @@ def run(arguments: Sequence[str]) -> int:
     except click.Abort:
         return _complain("interrupted", 130)
     except OSError as error:
-        if error.filename is None:
+        name = error.filename
+        if name is None and error.errno in _ERRORS_OF_OUTPUT:
             # The rest of its buffer would fail, and be reported, once more at the exit.
-            sys.stdout = io.StringIO()
-        return _complain(f"{error.filename or 'standard output'}: {error.strerror or error}")
+            name, sys.stdout = "standard output", io.StringIO()
+        reason = error.strerror or str(error)
+        return _complain(f"{name}: {reason}" if name else reason)
     return status
+
+
+# Of a write, which names no file. Too few file handles, and processes, give others without a name.
+_ERRORS_OF_OUTPUT = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 
 
 # Letters that the terminal does not have, such as one of a file's name, stop no command.

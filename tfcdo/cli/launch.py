@@ -209,6 +209,10 @@ def _place(
             "--slurm",
         ),
         (
+            nnodes not in (None, 1) and not hosts,
+            f"--nnodes {nnodes} needs --hosts: the addresses of all machines",
+        ),
+        (
             nnodes not in (None, count),
             f"--nnodes must be the number of --hosts, {count}; got {nnodes}",
         ),

@@ -116,7 +116,7 @@ def from_spec(spec: Mapping[str, Sequence[str]], job: Any, index: Any) -> Cluste
     addresses = [task.address for task in tasks]
     twice = sorted({address for address in addresses if addresses.count(address) > 1})
     if twice:
-        raise ValueError(f"each task must have an address of its own; {twice[0]} is there twice")
+        raise ValueError(f"each task must have an address of its own; {twice[0]} is duplicated")
     other_jobs = sorted(set(spec) - {*_TRAINING_JOBS, "evaluator"})
     if len(tasks) == 1 and other_jobs:
         # With more of them, tfcdo tells TensorFlow whom to wait for.

@@ -12,7 +12,7 @@ import signal
 import threading
 import time
 from collections.abc import Iterable
-from typing import NamedTuple, Protocol
+from typing import Annotated, NamedTuple, Protocol
 
 import msgspec
 import numpy as np
@@ -99,7 +99,7 @@ class Entry(msgspec.Struct, frozen=True, array_like=True):
     """One collective: its kind, its number in it, and when it was entered and left, in seconds."""
 
     kind: str
-    number: int
+    number: Annotated[int, msgspec.Meta(ge=0)]
     entered: float
     left: float | None
 
@@ -144,9 +144,13 @@ def write_box(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> No
 def read_box(path: pathlib.Path) -> Box:
     """Reads a file that `write_box` wrote; raises a `ValueError` if it is another one."""
     try:
-        return msgspec.json.decode(path.read_bytes(), type=Box)
-    except msgspec.DecodeError as error:
+        box = msgspec.json.decode(path.read_bytes(), type=Box)
+        kinds = {name for name, kind in box.kinds.items() if kind.collectives > 0}
+        if box.host not in range(len(box.hosts)) or not kinds >= {e.kind for e in box.entries}:
+            raise ValueError("it names a host, or a kind of collectives, that it does not list")
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"{path} is not a black box of tfcdo: {error}") from error
+    return box
 
 
 def listen() -> None:

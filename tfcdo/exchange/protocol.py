@@ -321,7 +321,7 @@ class Rehearsal:
           The sums, which are bitwise the same on all hosts.
 
         Raises:
-          ValueError: if `values` is not of that many hosts.
+          ValueError: if `values` is not of that many hosts, or a tensor of another shape.
           RuntimeError: if the calls differ from `cost`, a result is of another dtype or shape,
             the hosts' sums differ, or a host waits for another one.
         """
@@ -329,6 +329,12 @@ class Rehearsal:
             raise ValueError(
                 f"values must hold a list for each of the {self.hosts} hosts; got {len(values)}"
             )
+        for host, tensors in enumerate(values):
+            shapes = tuple(map(np.shape, tensors))
+            if shapes != self.spec.shapes:
+                raise ValueError(
+                    f"values[{host}] must hold tensors of {self.spec.shapes}; got {shapes}"
+                )
         room = _Room(threading.Barrier(self.hosts))
         with concurrent.futures.ThreadPoolExecutor(self.hosts) as pool:
             runs = [pool.submit(self._run, host, values, room) for host in range(self.hosts)]

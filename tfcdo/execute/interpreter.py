@@ -25,7 +25,7 @@ from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.request import Group
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 
-# The tensors, or slices, of one pack: `held[node]`, None for a node without a value.
+# The tensors, or `tf.IndexedSlices`, of one pack: `held[node]`, None for a node without a value.
 Held = list[Any]
 # An accumulation_fn; gets tensors, and a name for its op.
 Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]

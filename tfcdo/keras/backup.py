@@ -44,7 +44,7 @@ class BackupAndRestore(Callback):
     A backup has the weights, all of the optimizer (accumulated gradients, averages, the loss
     scale), seeds, the moving statistics of each replica, the rounding errors of `error_feedback`,
     the metrics of the epoch and the position. On the same devices, a training that is killed and
-    started again ends with the weights of an undisturbed one, bit for bit. On another number of
+    started again ends with the weights of an uninterrupted one, bit for bit. On another number of
     replicas or hosts it continues with the same global batches.
 
     The data must come in the same order again: pass `tfcdo.keras.resumable_dataset(...)` to `fit`,
@@ -100,8 +100,6 @@ class BackupAndRestore(Callback):
     ) -> None:
         super().__init__()
         checks.check_path("backup_dir", backup_dir)
-        if not os.fspath(backup_dir):
-            raise ValueError("backup_dir must be the path of a folder; got ''")
         checks.check_bool("delete_checkpoint", delete_checkpoint)
         if not isinstance(save_freq, str):
             checks.check_int("save_freq", save_freq, at_least=1)

@@ -245,10 +245,9 @@ def pack(
     count = sum(place is None for _, _, place in content)
     # To plan may be to search. Tiny batches may have fewer bytes than packs (of values
     # of unknown size): the trees stay.
-    in_turn: Iterator[CopyTree | None] = itertools.repeat(None)
+    trees: Iterator[CopyTree | None] = itertools.repeat(None)
     if algorithm is not None and count:
-        made = make_plan(algorithm, topology, max(num_bytes, count), count)
-        in_turn = iter(made.trees)
+        trees = iter(make_plan(algorithm, topology, max(num_bytes, count), count).trees)
     # Concatenating costs a pass over a slice, sending it alone an op's overhead: up to the bytes
     # that are passed over in that time it pays to concatenate. Where memory is much faster than the
     # links (`addition_bandwidth` is infinite) it always does.
@@ -258,7 +257,7 @@ def pack(
     for number, (dtype, slices, place) in enumerate(content):
         tensors = _fuse(slices, values, limit / itemsizes[dtype])
         if place is None:
-            tree, after = next(in_turn), None
+            tree, after = next(trees), None
         else:
             tree, after = planned[place].tree, last.get(planned[place].after)
             last[place] = number

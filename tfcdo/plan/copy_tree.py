@@ -158,13 +158,16 @@ def rooted(edges: Sequence[tuple[int, int]], root: int) -> CopyTree:
 
 
 def chain(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the path `root, root + 1, ..., root - 1`, modulo `num_devices`, rooted at its end."""
+    """Returns the path `root, root + 1, ..., root - 1`, modulo `num_devices`, from its root on."""
     _check(num_devices, root)
     return path([(root + step) % num_devices for step in range(num_devices)], root)
 
 
 def binomial(num_devices: int, root: int = 0) -> CopyTree:
-    """Returns the binomial tree: in round `r`, each device at distance `2**r` sends and is done."""
+    """Returns the binomial tree: in round `r`, every second device that is left sends and is done.
+
+    Devices are counted from the root. Each sends to the one `2**r` before it.
+    """
     _check(num_devices, root)
     parents: list[int | None] = [None] * num_devices
     for rank in range(1, num_devices):

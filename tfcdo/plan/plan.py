@@ -226,6 +226,11 @@ class Plan:
 
     def __post_init__(self) -> None:
         for index, pack in enumerate(self.packs):
+            if not {part.value for part in pack.slices} <= set(range(len(self.values))):
+                raise ValueError(
+                    f"packs[{index}] must hold values from 0 to {len(self.values) - 1}; got "
+                    f"{pack.slices}"
+                )
             if pack.tree is not None and pack.tree.num_devices != len(self.nodes):
                 raise ValueError(
                     f"packs[{index}] must have a tree over the {len(self.nodes)} nodes; got one "

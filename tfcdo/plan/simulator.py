@@ -94,8 +94,8 @@ def simulate(
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
         for no randomness.
-      hosts: hosts that are like this one, between which each pack's sum is exchanged; None for one
-        host.
+      hosts: `tfcdo.plan.simulator.Hosts` that are like this one, between which each pack's sum is
+        exchanged; None for one host.
 
     Returns:
       When each copy ran, and the time of the whole.
@@ -119,6 +119,8 @@ def simulate(
     """
     if jitter and seed is None:
         raise ValueError(f"seed must be a number for a jitter of {jitter}; got None")
+    if seed is not None:
+        checks.check_number("seed", seed)
     graph = task_graph(plan, topology, hosts)
     starts, ends = run(graph, jitter, seed)
     times = zip(graph.names, starts, ends, strict=True)
@@ -172,6 +174,7 @@ def robust_seconds(
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
     checks.check_int("num_seeds", num_seeds, at_least=1)
+    checks.check_number("cutoff", cutoff)
     median = median_seconds(graph, range(num_seeds), jitter, cutoff)
     return max(median, graph.least_seconds)
 
@@ -238,6 +241,8 @@ def check_plan(plan: Plan, topology: Topology) -> None:
 def task_graph(plan: Plan, topology: Topology, hosts: Hosts | None = None) -> TaskGraph:
     """Returns the tasks of a plan, pack by pack: up the tree, between hosts, down."""
     check_plan(plan, topology)
+    if hosts is not None:
+        checks.check_type("hosts", hosts, Hosts)
     graph, costs = TaskGraph(), _link_costs(topology)
     seconds_per_addition = 1 / topology.addition_bandwidth
     # Adders and the host's way out are numbered after the topology's resources.

@@ -113,13 +113,14 @@ def check_links(links: Sequence[Link], resources: Sequence[Resource], num_device
             raise ValueError(
                 f"latency {where} must be a number of seconds, at least 0; got {link.latency}"
             )
-        if not link.resources or not known.issuperset(link.resources):
+        held = link.resources
+        if not isinstance(held, tuple) or not held or not known.issuperset(held):
             raise ValueError(
-                f"resources {where} must be at least one of the indices from 0 to "
-                f"{len(resources) - 1}; got {link.resources}"
+                f"resources {where} must be a tuple of at least one of the indices from 0 to "
+                f"{len(resources) - 1}; got {held!r}"
             )
-        if len(set(link.resources)) != len(link.resources):
-            raise ValueError(f"resources {where} must be different; got {link.resources}")
+        if len(set(held)) != len(held):
+            raise ValueError(f"resources {where} must be different; got {held}")
     devices = range(num_devices)
     given = collections.Counter((link.source, link.target) for link in links)
     too_many = [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -65,6 +66,7 @@ def measure(
     Raises:
       ValueError: if there are no devices, more than 16, one twice, one that does not exist, or they
         are of several kinds.
+      TypeError: if `path` is not a path, or `progress` not a function.
       OSError: if the file cannot be written.
 
     Example:
@@ -75,6 +77,8 @@ def measure(
     names = checks.check_device_list(devices)
     if path is not None:
         checks.check_path("path", path)
+    if progress is not None and not callable(progress):
+        raise TypeError(f"progress must be a function or None; got {progress!r}")
     name = detection.name_of_measured(names)
     if name is None or len(set(names)) < len(names):
         raise ValueError(f"devices must be different CPUs or GPUs of this host; got {list(names)}")
@@ -99,7 +103,10 @@ class _Clock:
 
         known = [canonical_device(device.name) for device in tf.config.list_logical_devices()]
         for device in devices:  # TensorFlow would take another one's place.
-            if canonical_device(device) not in known:
+            found = ""
+            with contextlib.suppress(ValueError):  # It is no name of a device.
+                found = canonical_device(device)
+            if found not in known:
                 raise ValueError(
                     f"devices must be devices that exist; got {device!r}, there are {known}"
                 )

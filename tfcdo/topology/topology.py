@@ -92,8 +92,7 @@ class Topology:
     Raises:
       ValueError: if a pair of devices has no link or several, or a link names a device or a
         resource that does not exist, or a resource twice, or a number is out of range.
-      TypeError: if `num_devices` is not an int, `addition_bandwidth` or a latency not a number, or
-        `serial_reduction` not a bool.
+      TypeError: if an attribute is of another type.
 
     Example:
       >>> from tfcdo.topology import preset
@@ -110,14 +109,19 @@ class Topology:
     serial_reduction: bool = False
 
     def __post_init__(self) -> None:
+        checks.check_type("name", self.name, str)
         checks.check_int("num_devices", self.num_devices, at_least=1)
+        for field, kind in (("resources", Resource), ("links", Link)):
+            # A list is none of a key's parts.
+            items = checks.check_items(field, getattr(self, field), kind)
+            object.__setattr__(self, field, items)
         checks.check_number("addition_bandwidth", self.addition_bandwidth)
         checks.check_bool("serial_reduction", self.serial_reduction)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
         for name, count in collections.Counter(one.name for one in self.resources).items():
             if count > 1:
-                raise ValueError(f"resources must have different names; {name!r} is there twice")
+                raise ValueError(f"resources must have different names; {name!r} is duplicated")
         check_links(self.links, self.resources, self.num_devices)
 
     @classmethod
@@ -140,22 +144,26 @@ class Topology:
         Raises:
           ValueError: if two routes give one resource different bandwidths, or the routes do
             not form a topology.
+          TypeError: if `routes` holds something else than routes, or as `Topology`.
 
         Example:
           >>> bus = Resource("bus", 12e9)
           >>> Topology.from_routes("two", 2, [Route(0, 1, [bus]), Route(1, 0, [bus])]).resources
           (Resource(name='bus', bandwidth=12000000000.0),)
         """
-        routes = sorted(routes, key=lambda route: (route.source, route.target))
+        routes = sorted(
+            checks.check_items("routes", routes, Route),
+            key=lambda route: (route.source, route.target),
+        )
         resources: dict[str, Resource] = {}
         for route in routes:
-            for resource in route.resources:
+            where = f"the link {link_name(route.source, route.target)}"
+            for resource in checks.check_items(f"resources of {where}", route.resources, Resource):
                 known = resources.setdefault(resource.name, resource)
                 if resource != known:
                     raise ValueError(
                         f"bandwidth of {known.name!r} must be {known.bandwidth} B/s, as in another "
-                        f"route; got {resource.bandwidth} for the link "
-                        f"{link_name(route.source, route.target)}"
+                        f"route; got {resource.bandwidth} for {where}"
                     )
         numbers = {name: number for number, name in enumerate(resources)}
         links = [
@@ -198,18 +206,28 @@ class Topology:
         """Returns the link of each ordered pair of devices."""
         return {(link.source, link.target): link for link in self.links}
 
+    def link(self, source: int, target: int) -> Link:
+        """Returns the link of a pair of devices; a `ValueError` if there is none."""
+        try:
+            return self.link_by_pair[source, target]
+        except (KeyError, TypeError):
+            raise ValueError(
+                f"source and target must be different devices of {self.name!r}, which has 0 to "
+                f"{self.num_devices - 1}; got {source!r} and {target!r}"
+            ) from None
+
     def bandwidth(self, source: int, target: int) -> float:
         """Returns the bytes per second of a transfer that shares its path with no other."""
-        link = self.link_by_pair[source, target]
+        link = self.link(source, target)
         return min(self.resources[index].bandwidth for index in link.resources)
 
     def latency(self, source: int, target: int) -> float:
         """Returns the seconds that a transfer takes on top of its bytes."""
-        return self.link_by_pair[source, target].latency
+        return self.link(source, target).latency
 
     def route(self, source: int, target: int) -> Route:
         """Returns the route that `from_routes` would make the link of a pair of devices of."""
-        link = self.link_by_pair[source, target]
+        link = self.link(source, target)
         resources = tuple(self.resources[index] for index in link.resources)
         return Route(source, target, resources, link.via_host, link.latency)
 
@@ -233,13 +251,14 @@ class Topology:
 
         Raises:
           ValueError: if `devices` is empty, names a device twice or one that does not exist.
+          TypeError: if `devices` is not a list of ints.
 
         Example:
           >>> from tfcdo.topology import preset
           >>> preset("dgx1").subset([0, 4, 5]).bandwidth(0, 1)
           50000000000.0
         """
-        devices = tuple(devices)
+        devices = checks.check_items("devices", devices, int)
         known = range(self.num_devices)
         if not devices or len(set(devices)) != len(devices) or not set(devices) <= set(known):
             raise ValueError(
@@ -309,6 +328,7 @@ class Topology:
         Raises:
           ValueError: if the text is not JSON, or not of such an object, or not of a topology, or if
             another version has written it.
+          TypeError: if `text` is not a text, such as the path of a file.
 
         Example:
           >>> from tfcdo.topology import preset
@@ -320,8 +340,10 @@ class Topology:
         try:
             content = of_this_format(json.loads(text))
             document = msgspec.convert(content, TopologyDocument)
+        except TypeError:
+            raise TypeError(f"text must be a JSON text, not a file; got {text!r}") from None
         except json.JSONDecodeError as error:
-            raise ValueError(f"not a JSON text: {error}") from error
+            raise ValueError(f"not a JSON text: {error}; got {abbreviate(str(text))}") from error
         except RecursionError:
             raise ValueError("not a topology: lists or objects are nested too deeply") from None
         except msgspec.ValidationError as error:
@@ -358,7 +380,9 @@ class Topology:
 
         Raises:
           ValueError: if the text holds no such table.
+          TypeError: if `text` is not a text.
         """
+        checks.check_type("text", text, str, "`nvidia-smi topo -m`")
         num_devices, routes = read_routes(text)
         return cls.from_routes("nvidia-smi", num_devices, routes)
 

@@ -9,7 +9,7 @@ from typing import Any
 
 import tensorflow as tf
 
-from tfcdo import keras_internals, tf_internals
+from tfcdo import checks, keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.execute import request
@@ -68,12 +68,16 @@ class ReducesStructures:
         Returns:
           The bytes, by the device's name; empty before the optimizer has variables.
 
+        Raises:
+          TypeError: if `optimizer` is not an optimizer, such as its name.
+
         Example:
           >>> import keras
           >>> import tfcdo
           >>> tfcdo.MirroredStrategy(["/cpu:0"]).state_bytes(keras.optimizers.SGD())
           {}
         """
+        checks.check_optimizer(optimizer)
         held: dict[str, int] = {}
         for variable in optimizer.variables if optimizer.built else ():
             for component in step.components(variable):

@@ -10,7 +10,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import keras_internals, log, tf_internals
+from tfcdo import checks, keras_internals, log, tf_internals
 from tfcdo.training import step as running
 from tfcdo.training import updates
 
@@ -49,7 +49,7 @@ class Trace:
 def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[..., Any]:
     """Compiles the forward and backward pass of a step with XLA, on each replica.
 
-    XLA cannot hold an all-reduce. In a step made by this function, `optimizer.apply` (and
+    XLA cannot compile an all-reduce. In a step made by this function, `optimizer.apply` (and
     `apply_gradients`) is put off until the compiled part is done, so the all-reduce and the update
     run outside. `Model.fit` does this by itself with `compile(jit_compile=True)`; this function is
     for a `train_step` with several updates and for own loops.
@@ -80,8 +80,8 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
     """
     if not callable(step):
         raise TypeError(f"step must be a function; got {step!r}")
-    if optimizer is not None and not callable(getattr(optimizer, "apply", None)):
-        raise TypeError(f"optimizer must be a Keras 3 optimizer or None; got {optimizer!r}")
+    if optimizer is not None:
+        checks.check_optimizer(optimizer)
     return functools.partial(_run, step)
 
 

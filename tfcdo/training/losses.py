@@ -98,7 +98,8 @@ def of_layer(own: Function, layer: Any) -> list[Any]:
 
 def regularized(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
-    found, here = own(layer), step.current_several()
+    here = step.current_several()
+    found: list[Any] = own(layer)
     if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
         log.warn_once(
             "a train_step or compute_loss reads the losses of a layer: those of regularizers are "
