@@ -11,7 +11,7 @@ import pytest
 import warm_python
 
 # Each is NAME_test.py.
-_LONG = {"diloco", "programs", "multi_worker", "faults", "faulty_hosts", "simulator"}
+_LONG = {"diloco", "programs", "multi_worker", "faulty_hosts", "simulator"}
 _LONG |= {"hosts", "exchanges", "backup_hosts", "examples"}
 
 

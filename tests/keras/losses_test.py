@@ -124,36 +124,25 @@ class LossesTest(kt.TrainingTestCase):
         self.check_as_on_one_device(make, kt.dense_data(17)[0], batch_size=10, tolerance=2e-6)
 
     @parameterized.parameters(
-        (keras.losses.MeanSquaredError(), False), (lambda y, x: tf.reduce_mean((y - x) ** 2), True)
+        (lambda own, y, x: keras.losses.MeanSquaredError()(y, x), None),
+        (lambda own, y, x: own.compute_loss(None, y, x), None),
+        (lambda own, y, x: tf.reduce_mean((y - x) ** 2), "counts"),  # As in Keras's VAE.
+        (lambda own, y, x: keras.losses.MeanSquaredError()(y, x) + sum(own.losses), "count"),
     )
-    def test_own_train_step_without_a_loss_of_keras(self, loss_fn, warns):
-        """As in Keras's VAE: its mean counts once for each replica, which a warning says."""
+    def test_own_train_step_is_told_of_losses_that_are_whole_on_each_replica(self, loss, told):
+        """A mean that is not Keras's, and losses of regularizers, as in Keras's guide."""
 
         class Own(kt.OwnStep):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
-                return loss_fn(y, outputs)
-
-        with kt.strategy_of(2).scope():
-            model = kt.model_of(kt.dense_layers, "sgd", False, None, Own)
-        with mock.patch.object(log, "warn_once") as warn:
-            model.fit(*kt.dense_data(8), verbose=0)
-        self.assertEqual("counts 2 times on 2 replicas" in str(warn.call_args_list), warns)
-
-    @parameterized.parameters(True, False)
-    def test_own_train_step_adds_the_losses_of_regularizers(self, itself):
-        """As in Keras's guide: they are whole on each replica, and a warning says so."""
-
-        class Own(kt.OwnStep):
-            def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
-                if not itself:
-                    return self.compute_loss(x, y, outputs)
-                return keras.losses.MeanSquaredError()(y, outputs) + sum(self.losses)
+                return loss(self, y, outputs)
 
         with kt.strategy_of(2).scope():
             model = kt.model_of(kt.dense_layers, "sgd", False, "mse", Own)
         with mock.patch.object(log, "warn_once") as warn:
             model.fit(*kt.dense_data(8), verbose=0)
-        self.assertEqual("count 2 times on 2 replicas" in str(warn.call_args_list), itself)
+        for verb in ("counts", "count"):
+            text = f"{verb} 2 times on 2 replicas"
+            self.assertEqual(text in str(warn.call_args_list), verb == told)
 
     @parameterized.parameters(
         (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
