@@ -226,9 +226,8 @@ class Plan:
 
     def __post_init__(self) -> None:
         for index, pack in enumerate(self.packs):
-            count = len(self.values)
-            if not all(0 <= part.value < count for part in pack.slices):
-                raise ValueError(f"packs[{index}] must be of the {count} values; got {pack.slices}")
+            if not all(0 <= part.value < len(self.values) for part in pack.slices):
+                raise ValueError(f"packs[{index}] must be of values that exist; got {pack.slices}")
             if pack.tree is not None and pack.tree.num_devices != len(self.nodes):
                 raise ValueError(
                     f"packs[{index}] must have a tree over the {len(self.nodes)} nodes; got one "

@@ -94,8 +94,7 @@ def simulate(
         to 1, so that no task takes less than no time.
       seed: draws the jitter, and which of the copies that have waited equally long goes first. None
         for no randomness.
-      hosts: `tfcdo.plan.simulator.Hosts` that are like this one, between which each pack's sum is
-        exchanged; None for one host.
+      hosts: `simulator.Hosts` like this one, which exchange each pack's sum; None for one host.
 
     Returns:
       When each copy ran, and the time of the whole.
