@@ -473,6 +473,14 @@ class FrozenTest(kt.TrainingTestCase):
 
 
 class SavedTest(kt.TrainingTestCase):
+    def test_no_accumulation_outside_of_a_step(self):
+        with kt.strategy_of(2).scope():
+            model = kt.model_of(kt.dense_layers, ko.SGD(0.1, gradient_accumulation_steps=2))
+        model.optimizer.build(model.trainable_variables)
+        gradients = [tf.ones(variable.shape) for variable in model.trainable_variables]
+        with self.assertRaisesRegex(ValueError, "must be applied in strategy.run"):
+            model.optimizer.apply(gradients, model.trainable_variables)
+
     def test_saved_amid_an_accumulation(self):
         def make() -> Any:
             return ko.Adam(0.1, clipnorm=0.1, gradient_accumulation_steps=3)

@@ -46,6 +46,12 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     here = step.now.step
     on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
     if not on_replica or here is None or here.alone:
+        if here is None and _has_parts(optimizer):
+            raise ValueError(
+                f"the optimizer {optimizer.name!r} has gradient_accumulation_steps and must be "
+                "applied in strategy.run or fit, where each replica accumulates its part of the "
+                "gradients; it was applied outside of them"
+            )
         return own(optimizer, grads, variables)
     grads = list(grads)
     check_made_here(optimizer, strategy, variables)
@@ -80,6 +86,14 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
         return own(optimizer, _finite_on_all(list(grads)), variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
+
+
+def _has_parts(optimizer: Any) -> bool:
+    """Returns whether each of several replicas accumulates its part of the gradients."""
+    strategy = keras_internals.strategy_of(optimizer)
+    several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
+    leaves = keras_internals.leaves(optimizer)
+    return several and any(map(keras_internals.accumulates_parts, leaves))
 
 
 def _between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
