@@ -23,9 +23,9 @@ class Explanation:
       ops: the `repr` of the object that was asked.
       devices: the devices, by whose indices the copy trees name them: the replicas' and then, if
         values are reduced elsewhere, that one.
-      algorithm: the way in which the values are reduced, such as "ring", "NCCL" or "one device".
+      algorithm: the way in which the values are reduced, such as "ring", "NCCL" or "one_device".
       reason: the reason for it.
-      packs: the packs of the plan; none if each value is reduced on one device as it is.
+      packs: the packs of the plan; none for an empty batch.
       bytes_by_link: how many bytes each device sends to each other one, `{(source, target): bytes}`
         by index; empty for NCCL.
       num_ops: how many ops of each type the all-reduce adds to a graph.
