@@ -384,6 +384,29 @@ class GradientsTest(kt.TrainingTestCase):
         strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
         self.check_as_on_one_device(make, data, tolerance=1e-5, strategy=strategy)
 
+    @parameterized.parameters(True, False)
+    def test_embeddings_of_positions(self, sharded):
+        """One device looks each position up once for a batch, and has one row of it."""
+
+        class Positions(keras.layers.Layer):
+            def __init__(self) -> None:
+                super().__init__()
+                self.table = keras.layers.Embedding(4, 2)
+
+            def call(self, x: Any) -> Any:
+                return keras.ops.tanh(x[..., None] + self.table(keras.ops.arange(x.shape[1])))
+
+        def layers() -> list[Any]:
+            others = [keras.layers.Flatten(), keras.layers.Dense(2)]
+            return [keras.layers.Input([4]), Positions(), *others]
+
+        def make(_: bool) -> keras.Model:
+            return kt.model_of(layers, ko.Adam(0.1), run_eagerly=False)
+
+        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
+        data = kt.dense_data(10)
+        self.check_as_on_one_device(make, *data, batch_size=6, tolerance=1e-5, strategy=strategy)
+
     @parameterized.parameters((None, False), (2, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
         """Keras alone looks at the first replica, and lets an overflow on another one in."""

@@ -23,8 +23,10 @@ from tfcdo.plan.copy_tree import CopyTree
 
 # A value's part on each node; None for a node without one.
 Parts = Sequence[tf.IndexedSlices | None]
-# Ops that make indices of which no two are equal.
-_UNIQUE = ("Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
+# Ops that make indices of which no two are equal, and the input by which others pass these on:
+# Keras's lookup selects between an index and one from the end.
+_UNIQUE = ("Range", "Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
+_PASSED_ON = {"Identity": 0, "Reshape": 0, "Cast": 0, "ExpandDims": 0, "SelectV2": 2}
 
 
 def reduce_up(
@@ -137,15 +139,15 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
 
 
 def are_unique(value: Any) -> bool:
-    """Returns whether a value is slices whose indices differ, as a lookup of sparse ids makes them.
+    """Returns whether a value is slices whose indices differ, as of sparse ids, or of positions.
 
     One device would have added the rows of all replicas with equal indices. False if run eagerly.
     """
     if not isinstance(value, tf.IndexedSlices) or not tf.is_symbolic_tensor(value.indices):
         return False
     op = value.indices.op
-    while op.type in ("Identity", "Reshape", "Cast"):
-        op = op.inputs[0].op
+    while op.type in _PASSED_ON:
+        op = op.inputs[_PASSED_ON[op.type]].op
     return op.type in _UNIQUE
 
 

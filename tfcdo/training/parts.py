@@ -95,15 +95,8 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
         rows = step.rows_of(value)
         known = None if tf.is_tensor(index) else tf.get_static_value(rows)
         begin, rows = place(rows if known is None else int(known), index, replicas)
-        if isinstance(value, tf.SparseTensor):
-            others = value.dense_shape[1:]
-            return tf.sparse.slice(
-                value,
-                tf.concat([[begin], tf.zeros_like(others)], 0),
-                tf.concat([[rows], others], 0),
-            )
-        part = value[begin : begin + rows]
-        if size is not None and not isinstance(value, tf.RaggedTensor):
+        part = step.slice_rows(value, begin, rows)
+        if size is not None and isinstance(part, tf.Tensor):
             part.set_shape([size, *value.shape[1:]])
         return part
 

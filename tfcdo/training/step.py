@@ -137,11 +137,10 @@ class ReplicaStep:
         if not _is_of_rows(value):
             return value
         if self.known_rows is not None:
-            return value if self.known_rows else first_rows(value, 0)
+            return value if self.known_rows else slice_rows(value, 0, 0)
         if value.shape[0] is not None:
             return value
-        rows = rows_of(value)
-        return first_rows(value, tf.where(self.has_rows, rows, 0))
+        return slice_rows(value, 0, tf.where(self.has_rows, rows_of(value), 0))
 
 
 def _is_of_rows(value: Any) -> bool:
@@ -160,13 +159,13 @@ def _row_of_zeros(value: Any) -> Any:
     return tf.zeros(tf.concat([[1], tf.shape(value)[1:]], 0), value.dtype)
 
 
-def first_rows(value: Any, rows: Any) -> Any:
-    """Returns the first rows of a tensor, dense or not."""
+def slice_rows(value: Any, begin: Any, rows: Any) -> Any:
+    """Returns some rows of a tensor, dense or not."""
     if not isinstance(value, tf.SparseTensor):
-        return value[:rows]
+        return value[begin : begin + rows]
     others = value.dense_shape[1:]
-    sizes = tf.concat([[tf.cast(rows, tf.int64)], others], 0)
-    return tf.sparse.slice(value, tf.zeros_like(value.dense_shape), sizes)
+    first = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(others)], 0)
+    return tf.sparse.slice(value, first, tf.concat([[tf.cast(rows, tf.int64)], others], 0))
 
 
 def _can_be_zero(rows: Any) -> bool:
