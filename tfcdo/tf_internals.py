@@ -408,6 +408,12 @@ def run_before_function_returns(op: tf.Operation) -> None:
         graph.control_outputs.append(op)
 
 
+def tensor_around(placeholder: tf.Tensor) -> Any:
+    """Returns the tensor around a function that a placeholder stands for; None for an argument."""
+    captures = getattr(placeholder.graph, "captures", ())
+    return next((outer for outer, inner in captures if inner is placeholder), None)
+
+
 def value_at_call_time(
     make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
 ) -> tf.Tensor:

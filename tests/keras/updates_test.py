@@ -384,21 +384,29 @@ class GradientsTest(kt.TrainingTestCase):
         strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
         self.check_as_on_one_device(make, data, tolerance=1e-5, strategy=strategy)
 
-    @parameterized.parameters(True, False)
-    def test_embeddings_of_positions(self, sharded):
-        """One device looks each position up once for a batch, and has one row of it."""
+    @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large"))
+    def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
+        """One device looks each up once for a batch: positions, or a table with repeated rows."""
+        table = np.arange(800).reshape(4, 200) % 3
 
-        class Positions(keras.layers.Layer):
+        class Lookup(keras.layers.Layer):
             def __init__(self) -> None:
                 super().__init__()
                 self.table = keras.layers.Embedding(4, 2)
+                # TensorFlow captures large ones.
+                size = 200 if indices == "large" else 2
+                self.constant = keras.ops.convert_to_tensor(table[:, :size])
 
             def call(self, x: Any) -> Any:
-                return keras.ops.tanh(x[..., None] + self.table(keras.ops.arange(x.shape[1])))
+                positions = keras.ops.arange(x.shape[1])
+                found = self.table(positions if indices == "positions" else self.constant)
+                if indices != "positions":
+                    found = keras.ops.sum(found, 1)
+                return keras.ops.tanh(x[..., None] + found)
 
         def layers() -> list[Any]:
             others = [keras.layers.Flatten(), keras.layers.Dense(2)]
-            return [keras.layers.Input([4]), Positions(), *others]
+            return [keras.layers.Input([4]), Lookup(), *others]
 
         def make(_: bool) -> keras.Model:
             return kt.model_of(layers, ko.Adam(0.1), run_eagerly=False)

@@ -17,6 +17,7 @@ from typing import Any
 
 import tensorflow as tf
 
+from tfcdo import tf_internals
 from tfcdo.execute import copy_trees, numerics
 from tfcdo.execute.between import Collectives
 from tfcdo.plan.copy_tree import CopyTree
@@ -138,12 +139,48 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def are_unique(value: Any) -> bool:
-    """Returns whether a value is slices whose indices differ, as of sparse ids, or of positions.
+def as_on_one_device(total: Any, parts: Sequence[Any]) -> Any:
+    """Adds rows of replicas' parts that one device has once, as their indices are not a batch's.
 
-    One device would have added the rows of all replicas with equal indices. False if run eagerly.
+    These are indices of sparse ids, each of which is there once, and of constants, such as those of
+    positions, which are the same on all replicas. If run eagerly, all rows stay.
     """
-    if not isinstance(value, tf.IndexedSlices) or not tf.is_symbolic_tensor(value.indices):
+    count = parts[0].indices.shape[0]
+    first, *others = map(_constants, parts)
+    if count and first is not None and all(one == first for one in others):
+        rows = numerics.upcast(total.values)
+        rows = tf.reduce_sum(tf.reshape(rows, [-1, count, *rows.shape[1:]]), 0)
+        rows = tf.cast(rows, total.dtype)
+        return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
+    return add_equal(total) if _are_unique(parts[0]) else total
+
+
+def _constants(part: tf.IndexedSlices) -> list[Any] | None:
+    """Returns the constants that indices depend on; None if they depend on anything else."""
+    if not tf.is_symbolic_tensor(part.indices):
+        return None
+    found: list[Any] = []
+    waiting: list[Any] = [part.indices]
+    while waiting:
+        tensor = waiting.pop()
+        if tensor is None:  # An argument of a function.
+            return None
+        if not tf.is_symbolic_tensor(tensor):  # Made before the function, which has captured it.
+            found.append(id(tensor))
+        elif tensor.op.type == "Const":
+            found.append(tensor.op.get_attr("value"))
+        elif tensor.op.type == "Placeholder":
+            waiting.append(tf_internals.tensor_around(tensor))
+        elif tensor.op.op_def.is_stateful or not tensor.op.inputs:
+            return None
+        else:
+            waiting += tensor.op.inputs
+    return found
+
+
+def _are_unique(value: tf.IndexedSlices) -> bool:
+    """Returns whether indices differ, as a lookup of sparse ids, or of positions, makes them."""
+    if not tf.is_symbolic_tensor(value.indices):
         return False
     op = value.indices.op
     while op.type in _PASSED_ON:

@@ -169,12 +169,19 @@ def summed(
         paths = [keras_internals.path_of(variables[i]) for i in at]
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         for i, total in zip(at, sums, strict=True):
-            results[i] = total
-            if rows.are_unique(tf_internals.components(grads[i])[0]):
-                devices = strategy.extended.worker_devices
-                parts = tf_internals.components(total)
-                results[i] = step.on_each(devices, rows.add_equal, parts)
+            results[i] = _rows_as_on_one_device(strategy, total, grads[i])
     return [results.get(i) for i in range(len(grads))]
+
+
+def _rows_as_on_one_device(strategy: tf.distribute.Strategy, total: Any, grad: Any) -> Any:
+    """Returns a sum, on one device or all, with rows once that one device has once."""
+    totals, parts = map(tf_internals.components, (total, grad))
+    options = getattr(strategy.extended._cross_device_ops, "_options", None)
+    are_added = options is not None and options.sum_equal_rows
+    if are_added or not all(isinstance(one, tf.IndexedSlices) for one in (*totals, *parts)):
+        return total
+    added = functools.partial(rows.as_on_one_device, parts=parts)
+    return step.on_each([one.device for one in totals], added, totals)
 
 
 def _largest(
@@ -379,7 +386,7 @@ def _update_shards(
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
     sums = [
-        rows.add_equal(total) if rows.are_unique(tf_internals.components(grad)[0]) else total
+        tf_internals.components(_rows_as_on_one_device(strategy, total, grad))[0]
         for total, grad in zip(owned.sums, grads, strict=True)
     ]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
