@@ -284,6 +284,15 @@ class OwnLoopTest(kt.TrainingTestCase):
         with strategy.scope(), self.assertRaisesRegex(ValueError, f"{named}.* must be made in the"):
             model.fit(*kt.dense_data(), verbose=0)
 
+    def test_metrics_made_outside_of_the_scope(self):
+        metric = keras.metrics.MeanSquaredError()
+        with kt.strategy_of(2).scope():
+            model = keras.Sequential(kt.dense_layers())
+            model.compile("sgd", "mse", metrics=[metric])
+        for call in (model.fit, model.evaluate):
+            with self.assertRaisesRegex(ValueError, "mean_squared_error.*must be made in the"):
+                call(*kt.dense_data(), verbose=0)
+
     def test_a_step_that_fails_on_one_replica(self):
         """Others had drawn random numbers, or updated, and then trained other weights."""
 

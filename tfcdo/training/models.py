@@ -316,6 +316,8 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
+    if several and name != "predict":
+        updates.check_metrics(model)
     if several and model.jit_compile and name != "predict" and (before is None or force):
         jit.make_function(model, name)
     else:

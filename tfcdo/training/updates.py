@@ -146,15 +146,30 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
                 "it, or that calls model.compile with its name, into `with strategy.scope():`"
             )
     for variable in variables or ():
-        value = keras_internals.value_of(variable)
-        if getattr(value, "distribute_strategy", strategy) is not strategy or not isinstance(
-            value, tf_internals.DistributedValues
-        ):
+        if not _is_made_here(variable, strategy):
             raise ValueError(
                 f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
                 f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
                 "move the line that makes the model into `with strategy.scope():`"
             )
+
+
+def check_metrics(model: Any) -> None:
+    """Raises a ValueError unless a model's metrics are of its strategy's scope."""
+    strategy = model.distribute_strategy
+    for variable in model.metrics_variables:
+        if not _is_made_here(variable, strategy):
+            raise ValueError(
+                f"the metric of the variable {keras_internals.path_of(variable)!r} must be made in "
+                f"the scope of the strategy of its model, {type(strategy).__name__}; it was made "
+                "outside: move the line that makes it into `with strategy.scope():`"
+            )
+
+
+def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+    value = keras_internals.value_of(variable)
+    is_distributed = isinstance(value, tf_internals.DistributedValues)
+    return is_distributed and getattr(value, "distribute_strategy", strategy) is strategy
 
 
 @tf.autograph.experimental.do_not_convert
