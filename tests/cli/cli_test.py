@@ -69,8 +69,8 @@ class CommandTest(cli_testing.CommandTestCase):
         self.assertEqual(result.stderr, f"tfcdo: {package} is not installed: {remedy}\n")
 
     def test_an_error_without_a_name_is_not_standard_outputs(self):
-        error = OSError(errno.EMFILE, "Too many open files")
-        command = click.Command("failing", callback=mock.Mock(side_effect=error))
+        callback = mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
+        command = click.Command("failing", callback=callback)
         with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
             result = cli_testing.run_tfcdo("failing")
         self.assertEqual((result.status, result.errors), (1, "tfcdo: Too many open files\n"))

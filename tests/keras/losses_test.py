@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import weakref
 from collections.abc import Callable
@@ -99,10 +100,8 @@ class LossesTest(kt.TrainingTestCase):
         def error(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.abs(targets - outputs))
 
-        def make(run_eagerly: bool) -> keras.Model:
-            metrics = [error, keras.losses.MeanSquaredError(name="squares")]
-            return kt.model_of(kt.dense_layers, "sgd", run_eagerly, metrics=metrics)
-
+        metrics = [error, keras.losses.MeanSquaredError(name="squares")]
+        make = functools.partial(kt.model_of, kt.dense_layers, "sgd", metrics=metrics)
         options: dict[str, Any] = {"batch_size": 7, "validation_data": kt.dense_data(12)}
         self.check_as_on_one_device(make, *kt.dense_data(15), **options)
 
@@ -118,9 +117,7 @@ class LossesTest(kt.TrainingTestCase):
             def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 return {"loss": self.compute_loss(x, y, outputs)}
 
-        def make(run_eagerly: bool) -> keras.Model:
-            return kt.model_of(kt.dense_layers, keras.optimizers.SGD(0.1), run_eagerly, kind=Own)
-
+        make = functools.partial(kt.model_of, kt.dense_layers, "sgd", kind=Own)
         self.check_as_on_one_device(make, kt.dense_data(17)[0], batch_size=10, tolerance=2e-6)
 
     @parameterized.parameters(
@@ -215,9 +212,7 @@ class LossesTest(kt.TrainingTestCase):
             meeting = batch_norm if normalizes else Centered()
             return [keras.layers.Dense(3, "tanh"), meeting, keras.layers.Dense(2)]
 
-        def make(run_eagerly: bool) -> keras.Model:
-            return kt.model_of(layers, "sgd", run_eagerly, kind=Own)
-
+        make = functools.partial(kt.model_of, layers, "sgd", kind=Own)
         self.check_as_on_one_device(make, *kt.dense_data(5), batch_size=4)
 
     @parameterized.parameters(True, False)

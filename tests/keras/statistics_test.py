@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import pathlib
 from typing import Any
 
@@ -41,16 +42,13 @@ class StatisticsTest(TrainingTestCase):
         self.assertAllClose(inside, loaded.evaluate(*data(), 6, verbose=0), rtol=1e-6)
         options = {"verbose": 0, "shuffle": False, "validation_data": data(12)}
         history = model.fit(*data(), 6, validation_batch_size=6, **options).history
-        self.assertAllClose(
-            history["val_loss"][-1], model.evaluate(*data(12), 6, verbose=0), rtol=1e-6
-        )
+        expected = model.evaluate(*data(12), 6, verbose=0)
+        self.assertAllClose(history["val_loss"][-1], expected, rtol=1e-6)
 
     def test_replicas_without_examples_take_the_others(self):
-        def make(_: bool) -> keras.Model:
-            return model_of(layers_with_statistics, "sgd")
-
         options: dict[str, Any] = {"replicas": 3, "tolerance": 2e-6, "batch_size": 1}
-        self.check_as_on_one_device(make, *data(3), **options)
+        model = functools.partial(model_of, layers_with_statistics, "sgd")
+        self.check_as_on_one_device(lambda _: model(), *data(3), **options)
 
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
@@ -95,12 +93,10 @@ class StatisticsTest(TrainingTestCase):
                 self.rows.assign_add(keras.ops.shape(x)[0])
                 return x
 
-        def make(_: bool) -> keras.Model:
-            return model_of(lambda: [Counter(), keras.layers.Dense(1)], "sgd")
-
         # The last batch has two examples.
         options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": 6}
-        self.check_as_on_one_device(make, *data(8), **options)
+        model = functools.partial(model_of, lambda: [Counter(), keras.layers.Dense(1)], "sgd")
+        self.check_as_on_one_device(lambda _: model(), *data(8), **options)
 
     def test_no_wire_dtype_rounds_synchronized_batch_normalization(self):
         inputs = np.random.default_rng(0).normal(10, 0.1, [12, 4]).astype(np.float32)

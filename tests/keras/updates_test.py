@@ -387,8 +387,7 @@ class GradientsTest(kt.TrainingTestCase):
 
     @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large"))
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
-        """One device looks each up once for a batch: positions, or a table with repeated rows."""
-        # TensorFlow captures a large table.
+        """One device looks each up once for a batch. TensorFlow captures a large table of them."""
         of_examples = np.arange(800).reshape(4, 200)[:, : 200 if indices == "large" else 2] % 3
 
         class Lookup(keras.layers.Layer):
@@ -403,9 +402,8 @@ class GradientsTest(kt.TrainingTestCase):
                 return keras.ops.tanh(x[..., None] + keras.ops.sum(found, 1))
 
         def make(_: bool) -> keras.Model:
-            model = keras.Sequential([keras.layers.Input([4]), Lookup(), keras.layers.Flatten()])
-            model.compile(ko.Adam(0.1), "mse")
-            return model
+            layers = [keras.layers.Input([4]), Lookup(), keras.layers.Flatten()]
+            return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly=False)
 
         strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
         inputs, _ = kt.dense_data(10)
