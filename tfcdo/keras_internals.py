@@ -326,9 +326,11 @@ def building(model: Any) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, TypeError, ValueError):
-        # Such a step need not call the model. It makes the variables, as on one device.
+        # Such a step need not call the model. It makes the variables, as on one device. And a model
+        # that has been called may take no dense tensors, with which Keras builds it.
         names = ("train_step", "test_step")
-        if all(getattr(type(model), name) is getattr(Trainer, name) for name in names):
+        of_keras = all(getattr(type(model), name) is getattr(Trainer, name) for name in names)
+        if of_keras and not model.built:
             raise
 
 

@@ -253,9 +253,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
 
         class Dense(keras.Model):
             def call(self, inputs):
-                if isinstance(inputs, tf.RaggedTensor):
-                    return inputs.to_tensor(shape=[None, 2])
-                return _dense(inputs)
+                return _dense(inputs) if kind == "sparse" else inputs.to_tensor(shape=[None, 2])
 
         rows = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
         of_kind = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
@@ -264,6 +262,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
         def results(count):
             with strategy_of(count).scope():
                 model = Dense()
+                model(next(iter(dataset))[0])  # Keras would build it with dense tensors.
                 model.compile(loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
             return model.evaluate(dataset, verbose=0), model.predict(dataset, verbose=0)
 
