@@ -11,6 +11,7 @@ are added like dense values, and the root takes the rows that were touched out o
 
 from __future__ import annotations
 
+import functools
 import math
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -139,34 +140,44 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def as_on_one_device(total: Any, parts: Sequence[Any]) -> Any:
-    """Adds rows of replicas' parts that one device has once, as their indices are not a batch's.
+def as_on_one_device(totals: Sequence[Any], parts: Sequence[Any]) -> Sequence[Any]:
+    """Adds rows that one device has once: of sparse ids, and of constants, such as positions.
 
-    These are indices of sparse ids, each of which is there once, and of constants, such as those of
-    positions, which are the same on all replicas. If run eagerly, all rows stay.
+    If run eagerly, all rows stay.
     """
+    if not all(isinstance(one, tf.IndexedSlices) for one in (*totals, *parts)):
+        return totals
+    if not tf.is_symbolic_tensor(parts[0].indices):
+        return totals
+    devices = [total.device for total in totals]
     count = parts[0].indices.shape[0]
     first, *others = map(_constants, parts)
     if count and first is not None and all(one == first for one in others):
-        rows = numerics.upcast(total.values)
-        rows = tf.reduce_sum(tf.reshape(rows, [-1, count, *rows.shape[1:]]), 0)
-        rows = tf.cast(rows, total.dtype)
-        return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
-    return add_equal(total) if _are_unique(parts[0]) else total
+        return numerics.on_each(devices, functools.partial(_add_parts, count=count), totals)
+    if _are_unique(parts[0]):
+        return numerics.on_each(devices, add_equal, totals)
+    return totals
+
+
+def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
+    """Adds parts of so many rows each, which have the same indices."""
+    rows = tf.reshape(numerics.upcast(total.values), [-1, count, *total.values.shape[1:]])
+    rows = tf.cast(tf.reduce_sum(rows, 0), total.dtype)
+    return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
 
 
 def _constants(part: tf.IndexedSlices) -> list[Any] | None:
     """Returns the constants that indices depend on; None if they depend on anything else."""
-    if not tf.is_symbolic_tensor(part.indices):
-        return None
     found: list[Any] = []
-    waiting: list[Any] = [part.indices]
+    seen, waiting = set(), [part.indices]
     while waiting:
         tensor = waiting.pop()
         if tensor is None:  # An argument of a function.
             return None
         if not tf.is_symbolic_tensor(tensor):  # Made before the function, which has captured it.
             found.append(id(tensor))
+        elif tensor.op in seen:
+            continue
         elif tensor.op.type == "Const":
             found.append(tensor.op.get_attr("value"))
         elif tensor.op.type == "Placeholder":
@@ -174,14 +185,13 @@ def _constants(part: tf.IndexedSlices) -> list[Any] | None:
         elif tensor.op.op_def.is_stateful or not tensor.op.inputs:
             return None
         else:
+            seen.add(tensor.op)
             waiting += tensor.op.inputs
     return found
 
 
 def _are_unique(value: tf.IndexedSlices) -> bool:
     """Returns whether indices differ, as a lookup of sparse ids, or of positions, makes them."""
-    if not tf.is_symbolic_tensor(value.indices):
-        return False
     op = value.indices.op
     while op.type in _PASSED_ON:
         op = op.inputs[_PASSED_ON[op.type]].op

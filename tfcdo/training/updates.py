@@ -184,19 +184,20 @@ def summed(
         paths = [keras_internals.path_of(variables[i]) for i in at]
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         for i, total in zip(at, sums, strict=True):
-            results[i] = _rows_as_on_one_device(strategy, total, grads[i])
+            own = tf_internals.components(total)
+            added = _rows_as_on_one_device(strategy, own, grads[i])
+            results[i] = total if added is own else tf_internals.per_replica(added)
     return [results.get(i) for i in range(len(grads))]
 
 
-def _rows_as_on_one_device(strategy: tf.distribute.Strategy, total: Any, grad: Any) -> Any:
+def _rows_as_on_one_device(
+    strategy: tf.distribute.Strategy, totals: Sequence[Any], grad: Any
+) -> Sequence[Any]:
     """Returns a sum, on one device or all, with rows once that one device has once."""
-    totals, parts = map(tf_internals.components, (total, grad))
     options = getattr(strategy.extended._cross_device_ops, "_options", None)
-    are_added = options is not None and options.sum_equal_rows
-    if are_added or not all(isinstance(one, tf.IndexedSlices) for one in (*totals, *parts)):
-        return total
-    added = functools.partial(rows.as_on_one_device, parts=parts)
-    return step.on_each([one.device for one in totals], added, totals)
+    if options is not None and options.sum_equal_rows:
+        return totals
+    return rows.as_on_one_device(totals, tf_internals.components(grad))
 
 
 def _largest(
@@ -351,7 +352,7 @@ def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[An
         if not keras_internals.is_overwritten(variable):
             grad = accumulator.value + tf.convert_to_tensor(grad)
         sums.append(grad)
-    # As Keras does, also those of variables that are frozen since.
+    # As Keras does, also accumulators of variables that are frozen since.
     of_all = keras_internals.trainable_variables(leaf)
     to_empty = [one for one in of_all if not keras_internals.is_overwritten(one)]
     for accumulator in keras_internals.accumulators(leaf, to_empty):
@@ -401,7 +402,7 @@ def _update_shards(
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
     sums = [
-        tf_internals.components(_rows_as_on_one_device(strategy, total, grad))[0]
+        _rows_as_on_one_device(strategy, [total], grad)[0]
         for total, grad in zip(owned.sums, grads, strict=True)
     ]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
