@@ -22,7 +22,7 @@ def build(output: Path) -> tuple[Path, Path]:
     """Builds the wheel and the sdist with the setuptools of the running Python.
 
     Args:
-      output: The folder for them; made if it is not there. Those of other versions are removed.
+      output: The folder for them; made if it is not there. Wheels of other versions are removed.
 
     Returns:
       The paths of the wheel and of the sdist.

@@ -163,7 +163,7 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
-    """Returns a model's optimizers, also those of a `train_step` of the user's, by attribute."""
+    """Returns a model's optimizers, also of a user's `train_step`, by attribute."""
     attributes = sorted(vars(model).items(), key=lambda item: (item[0] != "optimizer", item[0]))
     found: dict[str, Any] = {}
     for name, value in attributes:

@@ -373,7 +373,7 @@ class _MirroredExtended(ReplicaExtended, tf_internals.MirroredExtended):
 class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     """Does the strategy's work for TensorFlow: devices, variables, and reductions."""
 
-    _has_server = False  # Of the process, which has one.
+    _has_server = False  # Whether the process has one.
 
     def __init__(
         self,

@@ -148,8 +148,8 @@ class Training:
     saved_only: bool = False  # Only `evaluate` is compared, with the saved model's.
     reason: str = ""  # Why it cannot be as on one device.
     loop: bool = False  # An own loop instead of `fit`.
-    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # Of tfcdo's strategy.
-    counts: tuple[int, ...] = (2, 3, 5)  # Of replicas.
+    options: dict[str, Any] = dataclasses.field(default_factory=dict)  # tfcdo's strategy gets them.
+    counts: tuple[int, ...] = (2, 3, 5)  # Numbers of replicas.
 
     def row(self, library: str) -> Row:
         """Runs the training with one library on all numbers of replicas."""

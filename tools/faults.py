@@ -195,7 +195,7 @@ def _disturb(case: Case, folder: pathlib.Path, bridge: int | None) -> None:
 
 @contextlib.contextmanager
 def network(hosts: int) -> Iterator[list[int]]:
-    """Yields a process in the network namespace of each host, and in that of their bridge."""
+    """Yields a process in the network namespace of each host, and one in their bridge's."""
     command = ["unshare", "--net", "sh", "-c", "echo; exec sleep 3600"]
     started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(hosts + 1)]
     with _ended(started):

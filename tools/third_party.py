@@ -6,7 +6,7 @@ Each program runs three times, in processes of its own: on one device, and on th
 devices under each strategy. The table is in docs/third-party.md.
 
 A program takes a strategy and returns the variables or numbers that it has learned, as a list. Data
-and initial values are the same for all strategies. The weights are those of one replica.
+and initial values are the same for all strategies. The weights are one replica's.
 """
 
 from __future__ import annotations

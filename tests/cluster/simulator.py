@@ -125,7 +125,7 @@ class World:
         self.bug = None
         if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
             self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
-        self.states: set[tuple[str, ...]] = set()  # Of all hosts, when there was a fault.
+        self.states: set[tuple[str, ...]] = set()  # All hosts' states, when there was a fault.
         self.memberships: dict[str, list[Process]] = {}
         count = int(draw() * 3.99)
         # After some number of events: most in a first run, some while the job recovers.

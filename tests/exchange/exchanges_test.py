@@ -35,7 +35,7 @@ class Case:
     exchange: Exchange
     relative: float  # Error of a sum, a part of the sum over hosts of the largest magnitudes.
     keeps: tuple[str, ...] = ()  # State that holds, in the values' shape, all that is not sent.
-    devices: int = 2  # Of each host, where hosts are processes.
+    devices: int = 2  # A host's, where hosts are processes.
     is_late: bool = False  # Its first steps are exact.
 
 

@@ -230,7 +230,7 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
         }[kind]
         self.assertLess(abs(training.lost(8)), MOST)
         self.assertLen(residuals(ops), 3)
-        training.call = traced(lambda: training.reduce())  # Of another name.
+        training.call = traced(lambda: training.reduce())  # It has another name.
         self.assertAllEqual([3.0] * 4, training.step(1.0))
         self.assertLen(residuals(ops), 6)
 

@@ -31,7 +31,7 @@ def mark(name): pathlib.Path(name).write_text(str(os.getpid()))
 
 
 class LaunchTestCase(parameterized.TestCase):
-    specs: Sequence[supervisor.WorkerSpec]  # Of the workers that would be started.
+    specs: Sequence[supervisor.WorkerSpec]  # The workers that would be started.
 
     def setUp(self):
         super().setUp()

@@ -182,7 +182,7 @@ def _run(arguments: list[str], folder: str, variables: dict[str, str]) -> NoRetu
 def _run_main(arguments: list[str]) -> None:
     path = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     sys.path[:0] = [entry for entry in path if entry and entry not in sys.path]
-    if arguments[0] == "-u":  # Of pytest-xdist.
+    if arguments[0] == "-u":  # As pytest-xdist starts it.
         arguments = arguments[1:]
     if arguments[0] == "-c":
         sys.argv = ["-c", *arguments[2:]]

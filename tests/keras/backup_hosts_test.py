@@ -25,7 +25,7 @@ from tfcdo import strategies
 from tfcdo.cluster import worker
 from tfcdo.keras import training_state
 
-# Of each run, after a batch counted over all epochs; the first one is the last of its epoch.
+# In each run, after a batch counted over all epochs; the first one is the last of its epoch.
 _FAULTS = (("SIGTERM", 4), ("SIGKILL", 6))
 _STEPS, _EPOCHS, _BATCH = 4, 2, 8
 

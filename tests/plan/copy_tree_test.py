@@ -56,7 +56,7 @@ class CopyTreeTest(parameterized.TestCase):
             self.assertEqual({*map(frozenset, again.edges)}, {*map(frozenset, graph.edges)})
 
     def test_by_hand(self):
-        # Of a DGX-1, for pack 5: its group is a star around 5, the other one around 5's partner 1.
+        # On a DGX-1, for pack 5: its group is a star around 5, the other one around 5's partner 1.
         self.assertEqual(two_level(8, 5).parents, (1, 5, 1, 1, 5, None, 5, 5))
         self.assertEqual(two_level(3).parents, (None, 0, 0))
         self.assertEqual(binomial(8).parents, (None, 0, 0, 2, 0, 4, 4, 6))

@@ -206,7 +206,7 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
     inputs, targets = data()
     count, period = max(fragments) + 1, every * accumulated
     last = [0] * count  # The step of each fragment's last exchange.
-    examples = np.zeros([count, 2])  # Of each host, since a fragment's last exchange.
+    examples = np.zeros([count, 2])  # On each host, since a fragment's last exchange.
 
     def state():
         return [host.values[:] for host in hosts], examples.copy()
@@ -224,7 +224,7 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
     for done in range(1, EPOCHS * STEPS + 1):
         before = state()
         first = (done - 1) % STEPS * BATCH
-        parts = np.array_split(np.arange(first, min(first + BATCH, EXAMPLES)), 4)  # Of replicas.
+        parts = np.array_split(np.arange(first, min(first + BATCH, EXAMPLES)), 4)  # By replica.
         for index, host in enumerate(hosts):
             rows = np.concatenate(parts[2 * index : 2 * index + 2])
             host.step(inputs[rows], targets[rows])

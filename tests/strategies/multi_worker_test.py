@@ -406,7 +406,7 @@ def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
 
 def _check_sums(strategy: Any) -> None:
     count = strategy.num_replicas_in_sync
-    arrays = [  # Of numbers whose sums over a few replicas are exact, in 16 bits too.
+    arrays = [  # Numbers whose sums over a few replicas are exact, in 16 bits too.
         [tu.numbers(shape, tf.float32, 99 * position + r, 9) for r in range(count)]
         for position, shape in enumerate(_SHAPES)
     ]

@@ -115,7 +115,7 @@ class DetectTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (None, range(4), {(0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 2): 4, (1, 3): 5, (3, 2): 6}),
-        # In the order of the devices, whose numbers are those of the visible GPUs.
+        # In the order of the devices, numbered as the visible GPUs.
         (None, (3, 1, 0), {(0, 1): 5, (0, 2): 3, (2, 1): 1}),
         ("3,1,0", range(3), {(0, 1): 5, (0, 2): 3}),
         (" 2, 3 ,1", range(3), {(0, 1): 6, (0, 2): 4}),

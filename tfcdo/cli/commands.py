@@ -76,7 +76,7 @@ def run(arguments: Sequence[str]) -> int:
     return status
 
 
-# Of a write, which names no file. Too few file handles, and processes, give others without a name.
+# Errors of a write, which names no file. Too few file handles give others without a name.
 _ERRORS_OF_OUTPUT = (errno.EBADF, errno.EDQUOT, errno.EFBIG, errno.EIO, errno.ENOSPC, errno.EPIPE)
 
 

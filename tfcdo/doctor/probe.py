@@ -25,7 +25,7 @@ from tfcdo.version import __version__, adds_metrics_twice
 if TYPE_CHECKING:
     from tfcdo.bench import devices, measure
 
-# That of pyproject.toml, which is not there where tfcdo is installed: a test compares them.
+# The same as in pyproject.toml, which is not there where tfcdo is installed: a test compares them.
 OLDEST_TENSORFLOW = (2, 16)
 _OLDEST = ".".join(map(str, OLDEST_TENSORFLOW))
 # Bytes that are copied between two devices, and of a value that is summed.

@@ -129,7 +129,7 @@ class TopK(Exchange):
 
     Args:
       fraction: the part of a pack's values that is sent, such as 0.01; at least one value is.
-      error_feedback: whether values that are not sent are added to those of the next step. The
+      error_feedback: whether values that are not sent are added to the next step's. The
         state is as large as the values.
 
     Raises:

@@ -382,7 +382,7 @@ class _Room:
     """What the threads of a step share."""
 
     barrier: threading.Barrier
-    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # Of one at a time.
+    turn: threading.Lock = dataclasses.field(default_factory=threading.Lock)  # One runs at a time.
     # The arrays of each call, by host.
     calls: dict[int, dict[int, np.ndarray]] = dataclasses.field(default_factory=dict)
 

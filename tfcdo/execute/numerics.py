@@ -137,7 +137,7 @@ def _as_sent(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
 
 
 def from_collective(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
-    """Turns a result of a collective back into a dtype: the values', or that of their sums."""
+    """Turns a result of a collective back into a dtype: the values' dtype, or their sums'."""
     as_bits = _is_bits(received.dtype, dtype)
     return tf.bitcast(received, dtype) if as_bits else tf.cast(received, dtype)
 

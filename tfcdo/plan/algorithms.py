@@ -1,6 +1,6 @@
 """Packing: which ranges of which values are in which pack, and along which copy tree it is sent.
 
-The trees are those of the all-reduce algorithms by name. Variables also get their owners here: the
+The trees are the all-reduce algorithms', by name. Variables also get their owners here: the
 devices that update them with the sum.
 """
 
@@ -268,7 +268,7 @@ def pack(
 def _cut_line(
     line: Sequence[Slice],
     itemsize: int,
-    begin: int,  # Its first byte among those of all lines, which are laid end to end.
+    begin: int,  # Its first byte, where all lines are laid end to end.
     options: PackingOptions,
     planned: Sequence[Pack],  # For the bytes of all lines.
 ) -> Iterator[tuple[tuple[Slice, ...], int | None]]:

@@ -55,7 +55,7 @@ class Evaluation:
     topology: Topology
     algorithm: str  # As it was asked for.
     resolved: str  # The same, or for `auto` the algorithm that it stands for.
-    plan: Plan  # Of bytes if it was read.
+    plan: Plan  # Its values are bytes if it was read.
     seconds: float  # Its robust time, see `tfcdo.plan.robust_seconds`.
     ordered_seconds: float  # Its time if no copy is disturbed and they go in order.
     bound: float  # See `tfcdo.plan.lower_bound_seconds`.
@@ -109,7 +109,7 @@ class Evaluation:
         topology = Topology.from_document(document.topology)
         if document.num_devices != topology.num_devices:
             raise ValueError(
-                f"num_devices must be that of the topology, {topology.num_devices}; got "
+                f"num_devices must be the topology's, {topology.num_devices}; got "
                 f"{document.num_devices}"
             )
         packs = (

@@ -54,7 +54,7 @@ class Event:
 class EdgeRun:
     """A copy of a pack along an edge, or the addition where it ends."""
 
-    scope: str  # That of the all-reduce, such as "tfcdo_2".
+    scope: str  # The all-reduce's, such as "tfcdo_2".
     pack: int  # The pack's index; of rows, the value's.
     kind: str  # `REDUCE`, `BROADCAST` or `GATHER` for a copy; `ADD` for adding what was sent.
     sources: tuple[int, ...]  # The sending device; for an addition, all children.

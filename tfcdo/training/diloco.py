@@ -58,7 +58,7 @@ class OuterState(tf.Module):
         integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
         # Since all hosts were known to have the same parameters, with which `common` then begins.
         self.steps = integer(shape=(), name="outer_steps")
-        # Of each fragment, how many examples this host has trained since its exchange.
+        # For each fragment, how many examples this host has trained since its exchange.
         self.examples = integer(shape=(settings.fragments,), name="outer_examples")
         self._exchange_now = tf.function(self._exchange, autograph=False)
 

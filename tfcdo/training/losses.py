@@ -102,7 +102,7 @@ def regularized(own: Function, layer: Any) -> list[Any]:
     found: list[Any] = own(layer)
     if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
         log.warn_once(
-            "a train_step or compute_loss reads the losses of a layer: those of regularizers are "
+            "a train_step or compute_loss reads the losses of a layer: regularizers' losses are "
             f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
             "Divide them as docs/own-loops.md says under Losses, or call Keras's compute_loss, "
             "which adds them. If you have done so, nothing is wrong"

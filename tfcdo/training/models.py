@@ -214,7 +214,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
     """Raises an error on all hosts if these call `fit` and the like in different ways."""
-    # Parts of unlike batches fit together, but are not those of one batch.
+    # Parts of unlike batches fit together, but are not one batch's.
     strategy = model.distribute_strategy
     several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
     joined = session.current() if several else None
@@ -267,7 +267,7 @@ def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
 
 
 def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
-    """Replaces the means of the replicas' results of metrics by those of all examples."""
+    """Replaces the means of the replicas' results of metrics by the results for all examples."""
     results: dict[str, Any] = {}
     for metric in model.metrics:
         # A `train_step` may return a number by the name of a metric that it does not update.
@@ -400,7 +400,7 @@ class WeightComparison:
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common
-        self._digests = tf.function(  # Of all variables, on all replicas of all hosts.
+        self._digests = tf.function(  # All variables' digests, on all replicas of all hosts.
             lambda: self._strategy.gather(self._strategy.run(self._digests_here), axis=0),
             autograph=False,
         )

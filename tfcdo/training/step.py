@@ -177,7 +177,7 @@ class _Now(threading.local):
 
     # TensorFlow traces each replica in a thread of its own, and starts all of them from one thread.
     step: ReplicaStep | None = None  # In a replica's thread; None outside of a step.
-    # Of all replicas of this host, where these meet during a step.
+    # All replicas' steps on this host, where these meet during a step.
     steps: Sequence[ReplicaStep] | None = None
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
