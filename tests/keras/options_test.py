@@ -136,6 +136,20 @@ class ComparisonTest(kt.TrainingTestCase):
             (gathered,) = [op.outputs[0] for op in graph.get_operations() if op.type == "ConcatV2"]
             self.assertEqual((gathered.shape, gathered.dtype), ((3, 6), tf.int64))
 
+    def test_rows_may_differ_by_rounding(self):
+        make = functools.partial(ko.SGD, 0.1, momentum=0.5)
+        model = kt.trained_eagerly(3, make, 1, kt.word_layers, kt.word_data)
+        comparison = models.WeightComparison(model)
+        for variable in ("embeddings", "embeddings_momentum"):
+            _break(model, variable, 1, 1e-8)
+            self.assertIsNone(comparison.difference())
+            _break(model, variable, 2, 0.01)
+            found = rf"^replica 2 holds other numbers of \S*{variable} .* 1 differ somewhere$"
+            self.assertRegex(str(comparison.difference()), found)
+            _break(model, variable, 2, -0.01)
+        _break(model, "bias", 1, 1e-6)
+        self.assertRegex(str(comparison.difference()), r"^replica 1 .*bias.* 1 differ somewhere$")
+
 
 class FitTest(kt.TrainingTestCase):
     @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True))

@@ -39,7 +39,8 @@ def choose_devices(count: int | None) -> ChosenDevices:
     on_cpu = len(gpus) < count
     if on_cpu:
         names = virtual_devices.configure_virtual_cpus(count)
-        reason = f", because there are only {len(gpus)} GPUs" if gpus else ""
+        seen = "is only one GPU" if len(gpus) == 1 else f"are only {len(gpus)} GPUs"
+        reason = f", because there {seen}" if gpus else ""
         description = f"{count} virtual CPU devices{reason}"
     else:
         names = [f"GPU:{number}" for number in range(count)]

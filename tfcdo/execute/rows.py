@@ -121,21 +121,23 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
 
 def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
     """Adds slices of one table by index; returns rows sorted by index, 16-bit floats in 32 bits."""
-    # Rows of equal index are added in the order of the slices and of their rows. Indices outside of
-    # the table stay rows, for the optimizer to refuse or to ignore, as TensorFlow has it.
+    # Rows of equal index are added in the order of the slices and of their rows; GPUs have an order
+    # of their own. Indices outside of the table stay rows, for the optimizer to refuse or to
+    # ignore, as TensorFlow has it.
     with tf.device(device):
         dtype = _index_dtype(parts)
         indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
         order = tf.argsort(indices, stable=True)
         in_order = tf.gather(indices, order)
         # `!=` compares objects in graphs of TensorFlow 1.
-        differs = tf.cast(tf.not_equal(in_order[1:], in_order[:-1]), tf.int32)
-        number = tf.cumsum(tf.concat([tf.zeros_like(in_order[:1], tf.int32), differs], 0))
+        differs = tf.not_equal(in_order[1:], in_order[:-1])
+        begins = tf.concat([tf.ones_like(in_order[:1], tf.bool), differs], 0)
+        number = tf.cumsum(tf.cast(begins, tf.int32)) - 1
         # Gathering the rows can begin while the indices are sorted.
         rows = tf.gather(tf.concat([numerics.upcast(part.values) for part in parts], 0), order)
         return tf.IndexedSlices(
             tf.math.segment_sum(rows, number),
-            tf.math.segment_max(in_order, number),
+            tf.gather(in_order, tf.reshape(tf.where(begins), [-1])),
             parts[0].dense_shape,
         )
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import weakref
 from collections.abc import Iterable, Sequence
@@ -140,6 +141,11 @@ class ReplicaExtended:
     synchronize_batch_norm = False
     checks_in_sync = False
     outer: DiLoCo | None = None
+
+    @functools.cached_property
+    def updated_by_rows(self) -> set[str]:
+        """The paths of the variables whose gradients were rows."""
+        return set()
 
     def _use_merge_call(self) -> bool:
         here = step.now.step

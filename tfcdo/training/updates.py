@@ -2,7 +2,7 @@
 
 `apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
 meet, and calls Keras's on each replica, which then works alone: Keras clips, accumulates, decays,
-updates and averages from the same sums, bitwise identically on each replica. With sharded state it
+updates and averages from the same sums, on each replica alike. With sharded state it
 updates only the variables that it owns, and sends them to the others.
 """
 
@@ -185,6 +185,8 @@ def summed(
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
         for i, total in zip(at, sums, strict=True):
             own = tf_internals.components(total)
+            if isinstance(own[0], tf.IndexedSlices):
+                strategy.extended.updated_by_rows.add(keras_internals.path_of(variables[i]))
             added = _rows_as_on_one_device(strategy, own, grads[i])
             results[i] = total if added is own else tf_internals.per_replica(added)
     return [results.get(i) for i in range(len(grads))]
