@@ -104,8 +104,8 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
         for ops, algorithm, reason in (
             (tfcdo.AutoAllReduce(), "one_device", "auto found it fastest for 604 bytes"),
             (tfcdo.ReductionToOneDevice("/cpu:1"), "one_device", "summed on .*CPU:1"),
-            (tfcdo.ReductionToOneDevice("/cpu:7"), "one device", "everything is summed on CPU:7"),
-            (tfcdo.ReductionToOneDevice(None, tf.add_n), "one device", "accumulation_fn .*CPU:0"),
+            (tfcdo.ReductionToOneDevice("/cpu:7"), "one_device", "everything is summed on CPU:7"),
+            (tfcdo.ReductionToOneDevice(None, tf.add_n), "one_device", "accumulation_fn .*CPU:0"),
             (tfcdo.NcclAllReduce(), "hierarchical_copy", "NCCL cannot run: no NcclAllReduce"),
         ):
             with tu.kernels_for():

@@ -375,7 +375,7 @@ def _on_one_device(
         packs, _, _ = _all_reduced(batch, options, machine)
         return packs, "one_device", why
     if batch.stays_rows:
-        return _rows(batch, options, machine, tree), "one device", why
+        return _rows(batch, options, machine, tree), "one_device", why
     alone = []
     for index, request in enumerate(batch.requests):
         pack = Pack(
@@ -388,7 +388,7 @@ def _on_one_device(
         )
         root_step = _root_step(batch, pack, _exchange(batch, request))
         alone.append(dataclasses.replace(pack, root=root_step))
-    return tuple(alone), "one device", why
+    return tuple(alone), "one_device", why
 
 
 def _whole(index: int, size: int | None) -> FusedTensor:
