@@ -136,17 +136,25 @@ class ComparisonTest(kt.TrainingTestCase):
             (gathered,) = [op.outputs[0] for op in graph.get_operations() if op.type == "ConcatV2"]
             self.assertEqual((gathered.shape, gathered.dtype), ((3, 6), tf.int64))
 
-    def test_rows_may_differ_by_rounding(self):
+    @parameterized.parameters(
+        ("float32", 1e-8, 0.01), ("float16", 3e-4, 0.1), ("bfloat16", 3e-3, 1)
+    )
+    def test_rows_may_differ_by_rounding(self, dtype, rounding, more):
         make = functools.partial(ko.SGD, 0.1, momentum=0.5)
-        model = kt.trained_eagerly(3, make, 1, kt.word_layers, kt.word_data)
+
+        def layers() -> list[Any]:
+            inputs, _, *others = kt.word_layers()
+            return [inputs, keras.layers.Embedding(9, 2, dtype=dtype), *others]
+
+        model = kt.trained_eagerly(3, make, 1, layers, kt.word_data)
         comparison = models.WeightComparison(model)
         for variable in ("embeddings", "embeddings_momentum"):
-            _break(model, variable, 1, 1e-8)
+            _break(model, variable, 1, rounding)
             self.assertIsNone(comparison.difference())
-            _break(model, variable, 2, 0.01)
+            _break(model, variable, 2, more)
             found = rf"^replica 2 holds other numbers of \S*{variable} .* 1 differ somewhere$"
             self.assertRegex(str(comparison.difference()), found)
-            _break(model, variable, 2, -0.01)
+            _break(model, variable, 2, -more)
         _break(model, "bias", 1, 1e-6)
         self.assertRegex(str(comparison.difference()), r"^replica 1 .*bias.* 1 differ somewhere$")
 

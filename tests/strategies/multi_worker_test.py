@@ -41,6 +41,7 @@ def all_values(strategy: Any) -> None:
     case.refused()
     case.cross_replica()
     case.loop()
+    case.sizes()
 
 
 def _function(body: Any) -> Any:
@@ -282,6 +283,18 @@ class _Case:
         for _ in range(2):
             total = sum(range(1, self.replicas + 1))
             np.testing.assert_allclose(repeat(value).numpy(), total**3, rtol=1e-6)
+
+    def sizes(self) -> None:
+        """A size that differs from step to step; it must not differ from host to host."""
+
+        @tf.function(input_signature=[tf.TensorSpec([None])])
+        def add(value: tf.Tensor) -> tf.Tensor:
+            return self.strategy.reduce("SUM", self.strategy.run(tf.square, (value,)), None)
+
+        for size in (*range(1, 65), 128):
+            np.testing.assert_equal(add(tf.fill([size], 2.0)).numpy(), [4.0 * self.replicas] * size)
+        with np.testing.assert_raises_regex(tf.errors.InvalidArgumentError, "different sizes"):
+            add(tf.ones([8 + (self.host == 0)]))
 
     def options(self) -> None:
         """Packs of a few bytes: many collectives, on all devices in turn."""
