@@ -31,9 +31,11 @@ from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
 
 # TensorFlow never forgets the shape with which a key was used first. So a tensor whose size differs
-# from step to step has a key per size. Gathers are padded to one of few sizes.
+# from step to step is padded to one of few sizes, which have keys of their own.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
-_NUM_SIZES = 127
+# A size is sent in three digits, whose sums over thousands of devices are exact in each dtype.
+_DIGIT = 2**11
+_PLACES = (_DIGIT**2, _DIGIT, 1)
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
@@ -248,13 +250,9 @@ class Collectives:
         row_shapes = [numerics.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
         totals = tf.reduce_sum(sizes, 1)
-        # The collective takes as much from each host: one of the sizes that have their own keys.
-        all_sizes = tf.constant(_SIZES, tf.int64)
-        index = tf.reduce_sum(tf.cast(all_sizes < tf.reduce_max(totals), tf.int32))
-        size = all_sizes[index]
-        flat = rounding.laid_out(tensors)
-        sent = tf.pad(flat, [[0, size - tf.size(flat, tf.int64)]])
-        key = next(self._keys) + (index + 1) * NUM_KEYS
+        # The collective takes as much from each host.
+        size, key = self._size_and_key(tf.reduce_max(totals))
+        sent = _padded(rounding.laid_out(tensors), size)
         [gathered] = self.emit(tf.raw_ops.CollectiveGatherV2, [sent], [device], key=key)
         cuts = tf.reshape(tf.concat([sizes, (size - totals)[:, tf.newaxis]], 1), [-1])
         parts = tf.split(gathered, cuts, num=num_hosts * (len(tensors) + 1))
@@ -307,8 +305,16 @@ class Collectives:
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
         parts = on_each(devices, numerics.as_summed, tensors)
-        reduce = tf.raw_ops.CollectiveReduceV2
-        totals = self.emit(reduce, parts, devices, line, merge_op="Add", final_op="Id")
+        reduce = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
+        if parts[0].shape.is_fully_defined():
+            totals = self.emit(reduce, parts, devices, line)
+        else:
+            with tf.device(devices[0]):
+                size, key = self._size_and_key(tf.size(parts[0], tf.int64) + len(_PLACES))
+            sent = on_each(devices, functools.partial(_with_size, size=size), parts)
+            sums = self.emit(reduce, sent, devices, line, key)
+            check = functools.partial(_without_size, terms=self.network.num_hosts * len(devices))
+            totals = on_each(devices, check, sums, parts)
         wide = [numerics.upcast_dtype(tensor.dtype) for tensor in tensors]
         return on_each(devices, numerics.from_collective, totals, wide)
 
@@ -319,11 +325,10 @@ class Collectives:
         devices: Sequence[str],
         line: str = "",
         key: tf.Tensor | None = None,
-        **attributes: str,
     ) -> list[tf.Tensor]:
         """Emits one collective of some devices of all hosts, in one of the orders of a device."""
         entered = self._marks.mark(tensors)
-        key = self._key(tensors[0]) if key is None else key
+        key = next(self._keys) if key is None else key
         results = []
         for tensor, device in zip(tensors, devices, strict=True):
             with tf.device(device):
@@ -334,18 +339,16 @@ class Collectives:
                     instance_key=key,
                     ordering_token=[_ordering_token(device, line)],
                     communication_hint=self.network.hint,
-                    **attributes,
                 )
                 results.append(result)
         self._marks.mark(results, after=entered)
         return results
 
-    def _key(self, tensor: tf.Tensor) -> tf.Tensor:
-        """Returns the next key; for a shape that may change, one that few other sizes share."""
-        key = next(self._keys)
-        if tensor.shape.is_fully_defined():
-            return key
-        return key + (tf.size(tensor) % _NUM_SIZES + 1) * NUM_KEYS
+    def _size_and_key(self, size: tf.Tensor) -> tuple[tf.Tensor, tf.Tensor]:
+        """Returns one of few sizes, at least as large as another, and the next key of that size."""
+        all_sizes = tf.constant(_SIZES, tf.int64)
+        index = tf.reduce_sum(tf.cast(all_sizes < size, tf.int32))
+        return all_sizes[index], next(self._keys) + (index + 1) * NUM_KEYS
 
     def _next_keys(self, description: Mapping[str, Any]) -> tf.Tensor:
         self._marks.settle()  # After an own loop's error; after one of Keras's: `Watch.go_on`.
@@ -383,6 +386,28 @@ class _RootPeers(CheckedPeers):
             shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
         result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
         return result
+
+
+def _padded(flat: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    return tf.pad(flat, [[0, size - tf.size(flat, tf.int64)]])
+
+
+def _with_size(tensor: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
+    """Returns a tensor's elements after the digits of their number, and padding."""
+    digits = tf.size(tensor, tf.int64) // rounding.int64(*_PLACES) % _DIGIT
+    flat = tf.concat([tf.cast(digits, tensor.dtype), tf.reshape(tensor, [-1])], 0)
+    return _padded(flat, size)
+
+
+def _without_size(total: tf.Tensor, own: tf.Tensor, terms: int) -> tf.Tensor:
+    """Returns the sum of results of `_with_size`; an error if hosts have tensors of other sizes."""
+    count, size = len(_PLACES), tf.size(own, tf.int64)
+    mean = tf.cast(total[:count], tf.float64) / terms
+    of_all = tf.tensordot(mean, tf.constant(_PLACES, tf.float64), 1)
+    message = "hosts add tensors of different sizes: the mean size, and the size here"
+    same = tf.debugging.assert_equal(of_all, tf.cast(size, tf.float64), message)
+    with tf.control_dependencies([] if same is None else [same]):
+        return tf.reshape(total[count : size + count], tf.shape(own, tf.int64))
 
 
 @functools.lru_cache(maxsize=1024)

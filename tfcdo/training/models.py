@@ -18,6 +18,7 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
+from tfcdo.exchange.rounding import ROUNDOFF
 from tfcdo.training import diloco, draws, jit, losses, statistics, step, updates
 
 Function = Callable[..., Any]
@@ -35,8 +36,9 @@ _OF_STEPS = (
 )
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
-# Each device adds equal rows in an order of its own: parts of a variable's size.
-_ROUNDING_OF_ROWS = 1e-4
+# Each device adds equal rows in an order of its own: parts of a variable's size, in 32 bits, and of
+# the rounding of one addition in 16.
+_ROUNDING_OF_ROWS, _ROUNDINGS_OF_ROWS = 1e-4, 64
 
 
 def install() -> None:
@@ -409,7 +411,10 @@ class WeightComparison:
             for at, variable in enumerate(self._variables)
             if any(path in variable.path.replace("/", "_") for path in by_rows)
         ]
-        self._sketches = self._of_all(sketch, [self._variables[at] for at in self._by_rows])
+        rows = [self._variables[at] for at in self._by_rows]
+        self._sketches = self._of_all(sketch, rows)
+        once = [ROUNDOFF.get(variable.value.dtype.name, 0.0) for variable in rows]
+        self._may_differ = np.maximum(_ROUNDING_OF_ROWS, _ROUNDINGS_OF_ROWS * np.array(once))
 
     def difference(self) -> str | None:
         """Returns which variable and replica differ first, and by how much; None if none does."""
@@ -426,7 +431,7 @@ class WeightComparison:
             if differs[:, self._by_rows].any():
                 parts, sizes = np.moveaxis(self._sketches().numpy(), 2, 0)
                 apart = parts - np.take_along_axis(parts, others[:, self._by_rows], 0)
-                differs[:, self._by_rows] &= ~(np.abs(apart) <= _ROUNDING_OF_ROWS * sizes)
+                differs[:, self._by_rows] &= ~(np.abs(apart) <= self._may_differ * sizes)
             differing = np.flatnonzero(differs.any(0))
             if not len(differing):
                 return None
