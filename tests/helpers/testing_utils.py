@@ -21,7 +21,7 @@ from tfcdo import tf_internals, virtual_devices
 
 NUM_DEVICES = 8
 virtual_devices.configure_virtual_cpus(NUM_DEVICES)
-# What somebody has measured on this machine is no business of a test.
+# For the black boxes of tests.
 os.environ["TFCDO_CACHE_DIR"] = tempfile.mkdtemp(prefix="tfcdo-tests-")
 atexit.register(shutil.rmtree, os.environ["TFCDO_CACHE_DIR"], ignore_errors=True)
 
