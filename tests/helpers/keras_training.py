@@ -157,13 +157,12 @@ def fitted(
     epochs: int = 1,
     callbacks: Any = (),
     run_eagerly: bool = True,
-    layers: Layers = dense_layers,
     strategy: Any = None,
     examples: int = 4 * BATCH,
     **options: Any,
 ) -> keras.Model:
     with (strategy or strategy_of(count, **options)).scope():
-        model = model_of(layers, make(), run_eagerly)
+        model = model_of(dense_layers, make(), run_eagerly)
     fitting = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
     model.fit(*dense_data(examples), BATCH, **fitting)
     return model

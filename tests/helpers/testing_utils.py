@@ -174,13 +174,10 @@ def all_reduce(
     reduce_op: tf.distribute.ReduceOp,
     values: Sequence[Any],
     mode: str = EAGER,
-    options: Any = None,
 ) -> list[Result]:
     """All-reduces several `PerReplica` values to their own devices, in one batch."""
     return call(
-        mode,
-        lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own], options),
-        *values,
+        mode, lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own]), *values
     )
 
 
