@@ -192,14 +192,15 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         *data: Any,
         replicas: int = 2,
         tolerance: float = 5e-6,
-        strategy: Callable[[int], Any] = strategy_of,
+        strategy: Callable[..., Any] = strategy_of,
+        sharded: bool = False,
         **options: Any,
     ) -> list[keras.Model]:
         """Compares weights and logs of `fit` on one device, as `make` is told, and on replicas."""
         models = []
         for count in (1, replicas):
             keras.utils.set_random_seed(1)
-            with strategy(count).scope():
+            with strategy(count, shard_optimizer_state=sharded).scope():
                 models.append(make(count == 1))
             with graphs_as_traced():
                 models[-1].fit(*data, shuffle=False, verbose=0, **options)

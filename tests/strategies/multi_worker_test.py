@@ -43,10 +43,6 @@ def all_values(strategy: Any) -> None:
     case.loop()
 
 
-def _function(body: Any) -> Any:
-    return tf.function(body, autograph=False)
-
-
 def _context() -> Any:
     return tf.distribute.get_replica_context()
 
@@ -73,7 +69,7 @@ class _Case:
         self.local = len(strategy.extended.worker_devices)
         self.hosts = self.replicas // self.local
         self.host = strategy.cluster_resolver.task_id
-        self.wrap: Any = _function if self.local > 1 else lambda body: body
+        self.wrap: Any = tu.function if self.local > 1 else lambda body: body
 
     def each(self, make: Callable[[int], Any]) -> list[Any]:
         return [make(replica) for replica in range(self.replicas)]
