@@ -325,7 +325,6 @@ class LossesTest(kt.TrainingTestCase):
         [parts] = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(batch))
 
         def loss(seed: Any, inputs: Any, targets: Any = 0.0) -> Any:
-            del seed
             return keras.losses.MeanSquaredError()(tf.zeros_like(inputs[:, 0]), inputs[:, 0])
 
         def total(parts: Any) -> Any:
