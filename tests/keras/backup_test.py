@@ -428,9 +428,8 @@ class BadInputTest(BackupTestCase):
             (5, "sgd", r"another optimizer: it was made with Adam, .* is compiled with SGD; give"),
             (6, _optimizer(), r"another model: its variable 0 is \S*dense/kernel \[4, 5\] float32"),
         ):
-            layers = [keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
-            model = keras.Sequential([keras.Input([4]), *layers])
-            model.compile(optimizer, "mse", run_eagerly=True)
+            layers = [keras.Input([4]), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
+            model = model_of(functools.partial(list, layers), optimizer)
             with self.assertRaisesRegex(ValueError, message):
                 model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)

@@ -214,9 +214,8 @@ def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
 def in_sync(strategy: Any) -> dict[str, np.ndarray]:
     """Synchronizes statistics; goes on with other weights on one host, which all hosts find."""
     with strategy.scope():
-        model = model_of(
-            lambda: [*dense_layers(), keras.layers.BatchNormalization(momentum=0.5)], "sgd"
-        )
+        normalization = keras.layers.BatchNormalization(momentum=0.5)
+        model = model_of(lambda: [*dense_layers(), normalization], "sgd")
     _fit(model, 1)
     moving = model.layers[-1].non_trainable_variables[0]
     before = copies(strategy, moving)

@@ -239,8 +239,7 @@ class OwnLoopTest(kt.TrainingTestCase):
         layers = [keras.layers.Input((3, 4)), keras.layers.Dense(2), keras.layers.Flatten()]
         strategy = kt.strategy_of(2)
         with strategy.scope():
-            model = keras.Sequential([*layers, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            model = kt.model_of(lambda: [*layers, keras.layers.Dense(1)], "sgd", run_eagerly=False)
         ops = strategy.extended._cross_device_ops
         reduce = ops.batch_reduce_implementation
         with mock.patch.object(ops, "batch_reduce_implementation", wraps=reduce) as spy:

@@ -274,14 +274,9 @@ def _batches():
         yield ids, ids.astype(np.float32)
 
 
-def _mean_embedding() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input((None,), dtype="int32"),
-            keras.layers.Embedding(_BATCHES * _BATCH, 1, embeddings_initializer="zeros"),
-            keras.layers.GlobalAveragePooling1D(),
-        ]
-    )
+def _mean_embedding() -> list[Any]:
+    table = keras.layers.Embedding(_BATCHES * _BATCH, 1, embeddings_initializer="zeros")
+    return [keras.Input((None,), dtype="int32"), table, keras.layers.GlobalAveragePooling1D()]
 
 
 class _Counted(keras.utils.PyDataset):
@@ -299,8 +294,8 @@ class _Counted(keras.utils.PyDataset):
 class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
     def test_every_batch_is_seen_once(self):
         with strategy_of(2).scope():
-            model = _mean_embedding()
-            model.compile(keras.optimizers.SGD(1.0), lambda target, output: -output)
+            sgd = keras.optimizers.SGD(1.0)
+            model = model_of(_mean_embedding, sgd, False, lambda target, output: -output)
         model.fit(_batches(), verbose=0)
         seen = _BATCH * model.get_weights()[0]
         self.assertAllClose(np.ones_like(seen), seen)
@@ -312,8 +307,7 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
         losses, loaded = [], []
         for count in (1, 2):
             with strategy_of(count).scope():
-                model = _mean_embedding()
-                model.compile("sgd", "mse", metrics=["mae"])
+                model = model_of(_mean_embedding, "sgd", run_eagerly=False, metrics=["mae"])
             batches = _Counted(workers=2)
             losses.append(model.evaluate(batches, verbose=0))
             loaded.append(batches.loaded)
