@@ -219,8 +219,6 @@ _MODULES = sorted(
 class DocstringsTest(parameterized.TestCase):
     def setUp(self):
         super().setUp()
-        folder = self.enter_context(tempfile.TemporaryDirectory())
-        self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=folder))
         self.enter_context(tu.kernels_for("GPU"))
 
     @parameterized.parameters(*_MODULES)

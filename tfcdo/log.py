@@ -25,8 +25,8 @@ def info_once(message: str) -> None:
 
 
 def format_count(number: int, noun: str) -> str:
-    """Writes a number of things, such as "1 pack" or "3 packs"."""
-    return f"{number} {noun}{'' if number == 1 else 's'}"
+    """Writes a number of things, such as "1 pack" or "3,000 packs"."""
+    return f"{number:,} {noun}{'' if number == 1 else 's'}"
 
 
 def format_bytes(size: int) -> str:

@@ -25,11 +25,6 @@ setUpModule, tearDownModule = bench_testing.set_up, bench_testing.tear_down
 _SMALL = workloads.Workload("small", ((3, 2), (5,), (), (3, 2)))
 
 
-def _implementation(name: str) -> measure.Implementation:
-    (found,) = measure.parse(name)
-    return found
-
-
 class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         # The published numbers of trainable parameters, of BERT-base uncased.
@@ -88,7 +83,7 @@ class MeasureTest(tf.test.TestCase):
         name = "tfcdo.ReductionToOneDevice"
         walls = {"baseline": [1.0, 5.0, 9.0], name: [3.0, 6.0, 20.0]}
         with mock.patch.object(results, "take_turns", return_value=walls) as take_turns:
-            compared = [_implementation(name)]
+            compared = measure.parse(name)
             found = measure.run(_SMALL, choose_devices(2), compared, 3, 0, lambda one, **_: one)
         self.assertSameElements(walls, take_turns.call_args.args[0])
         self.assertAllClose([one.seconds for one in found], [2.0, 5.0])
@@ -119,7 +114,7 @@ class StepTest(tf.test.TestCase):
             *("tf.distribute.ReductionToOneDevice()", "tfcdo.NcclAllReduce(num_packs=2)"),
             *("tfcdo.AllReduceCrossDeviceOps", "tfcdo.AllReduceCrossDeviceOps('ring')"),
         )
-        for one in (*measure.parse("all"), *map(_implementation, names)):
+        for one in [one for name in ("all", *names) for one in measure.parse(name)]:
             if reason := one.reason_not_to_run(chosen.names, "float32"):
                 self.assertIn("no NcclAllReduce kernel is registered for CPU", reason)
                 by_nccl.append(one.name)
@@ -137,7 +132,8 @@ class StepTest(tf.test.TestCase):
             graph = function.graph.as_graph_def()
             return len(graph.node) + sum(len(inner.node_def) for inner in graph.library.function)
 
-        ours, theirs = map(nodes, map(_implementation, ("tfcdo.AutoAllReduce", TF_HIERARCHICAL)))
+        compared = (measure.parse(name)[0] for name in ("tfcdo.AutoAllReduce", TF_HIERARCHICAL))
+        ours, theirs = map(nodes, compared)
         self.assertLessEqual(ours - nodes(None), 0.10 * (theirs - nodes(None)))
 
 

@@ -7,6 +7,7 @@ import json
 import threading
 import time
 from collections.abc import Callable, Mapping
+from concurrent import futures
 from typing import Any
 from unittest import mock
 
@@ -62,21 +63,14 @@ def on_all_hosts(
 ) -> list[Any]:
     """Runs a program on each host; returns what it returned or raised."""
     store = store or Store()
-    ends: list[Any] = [None] * 3
 
-    def run(host: int) -> None:
+    def run(host: int) -> Any:
         try:
-            ends[host] = program(host, make_session(store, host, timeout))
+            return program(host, make_session(store, host, timeout))
         except RuntimeError as error:
-            ends[host] = error
+            return error
 
-    threads = [threading.Thread(target=run, args=[host], daemon=True) for host in range(3)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(20.0)
-        assert not thread.is_alive()
-    return ends
+    return list(futures.ThreadPoolExecutor(3).map(run, range(3), timeout=20.0))
 
 
 class AgreementTest(parameterized.TestCase):
@@ -95,19 +89,14 @@ class AgreementTest(parameterized.TestCase):
 
     def test_equal_numbers_for_late_hosts_and_threads_in_any_order(self):
         def program(host, own):
-            numbers = {}
-
-            def ask(value):
-                numbers[value] = own.number(kind(value), 2)
-
-            threads = [threading.Thread(target=ask, args=[value]) for value in ("x", "y", "z")]
-            for thread in threads[:: -1 if host == 1 else 1]:
-                thread.start()
+            pool, asked = futures.ThreadPoolExecutor(3), {}
+            for value in "zyx" if host == 1 else "xyz":
+                asked[value] = pool.submit(own.number, kind(value), 2)
                 time.sleep(0.05 * (host + 1))
-            for thread in threads:
-                thread.join(10.0)
-            again = [own.number(kind("x", what=what), 2) for what in ("all-reduce", "gather")]
-            return [numbers[value] for value in "xyz"], again
+            numbers = [asked[value].result(10.0) for value in "xyz"]
+            return numbers, [
+                own.number(kind("x", what=what), 2) for what in ("all-reduce", "gather")
+            ]
 
         first, *others = on_all_hosts(program, 10.0)
         self.assertEqual([first, first], others)

@@ -33,25 +33,20 @@ def meet_all(
     timeout: float = 10.0,
     delays: Mapping[int, float] | None = None,
     tokens: Mapping[int, str] | None = None,
-) -> list[str]:
+) -> dict[int, str]:
     """Has the hosts that have settings meet; returns how each ended."""
-    ends = ["still waiting"] * len(addresses)
 
-    def attend(host: int) -> None:
+    def attend(host: int) -> str:
         time.sleep((delays or {}).get(host, 0.0))
         try:
             token = (tokens or {}).get(host, "")
             rendezvous.meet(cluster_of(addresses, host), settings[host], timeout, token)
-            ends[host] = SUCCESS
         except protocol.RendezvousError as error:
-            ends[host] = str(error)
+            return str(error)
+        return SUCCESS
 
-    threads = [threading.Thread(target=attend, args=[host], daemon=True) for host in settings]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(timeout + 10.0)
-    return ends
+    ends = futures.ThreadPoolExecutor().map(attend, settings, timeout=timeout + 10.0)
+    return dict(zip(settings, ends, strict=True))
 
 
 class RendezvousTest(parameterized.TestCase):
@@ -64,7 +59,7 @@ class RendezvousTest(parameterized.TestCase):
         """Returns how the chief ends while others do something, and what they return."""
         with futures.ThreadPoolExecutor() as pool:
             result = pool.submit(others)
-            [chief, *_] = meet_all(self.addresses[:hosts], {0: {}}, **options)
+            chief = meet_all(self.addresses[:hosts], {0: {}}, **options)[0]
             return chief, result.result()
 
     @parameterized.parameters((10.0, {0: "1", 1: "1", 2: "2"}), (1.5, {0: "1", 2: "2"}))
@@ -79,7 +74,7 @@ class RendezvousTest(parameterized.TestCase):
     def test_an_address_that_does_not_answer(self):
         # Host 1 listens on its port, but no connection can be made to its address.
         addresses = [self.addresses[0], f"255.255.255.255:{self.ports[1]}"]
-        for end in meet_all(addresses, {0: {}, 1: {}}, timeout=5.0):
+        for end in meet_all(addresses, {0: {}, 1: {}}, timeout=5.0).values():
             self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")
 
     def test_a_port_in_use(self):
@@ -159,7 +154,7 @@ class RendezvousTest(parameterized.TestCase):
             threading.Thread(target=drip, daemon=True).start()
         settings = {host: {"version": "1"} for host in range(3)}
         ends = meet_all(self.addresses, settings, timeout=8.0, delays={0: 0.3, 2: 1.0})
-        self.assertEqual([SUCCESS] * 3, ends)
+        self.assertEqual(dict.fromkeys(range(3), SUCCESS), ends)
 
     def test_nobody_goes_on_when_the_chief_is_interrupted(self):
         with (
@@ -173,7 +168,7 @@ class RendezvousTest(parameterized.TestCase):
 
     def test_jobs_with_other_tokens_keep_apart(self):
         ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens={0: "a"})
-        for host, end in enumerate(ends):
+        for host, end in ends.items():
             pattern = f"for host {1 - host} .* does not know this job's TFCDO_CLUSTER_TOKEN"
             self.assertRegex(end, pattern)
 

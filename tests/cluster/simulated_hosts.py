@@ -153,7 +153,7 @@ class Process:
             if len(self.state) % 2 == 0:
                 yield from self.save()
                 saved = len(self.state)
-            if len(self.state) % 2 == 0:  # The end of an epoch, whose metrics are of all hosts.
+                # The end of an epoch, whose metrics are of all hosts.
                 yield from self.collective(_GATHER, None)
         # The training is complete: what begins after it does not wait for this host.
         yield from self.set_once(f"begun/{self.host}", str(self.leaving.hold()))

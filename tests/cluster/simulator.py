@@ -364,7 +364,7 @@ def inject(world: World, kind: str) -> None:
         for connection in process.connections:
             world.cut(connection)
     elif kind == "one way":
-        _cut_one_way(world, process)
+        _cut_one_way(world, process, alive)
     elif kind == "damage" and world.disk.files:
         name = max(world.disk.files)
         run, state, _ = world.disk.files[name]
@@ -387,13 +387,12 @@ def inject(world: World, kind: str) -> None:
         world.start_job()
 
 
-def _cut_one_way(world: World, process: Process) -> None:
+def _cut_one_way(world: World, process: Process, everyone: list[Process]) -> None:
     """Lets nothing out of a host, or nothing in, until the network is mended."""
     host = process.host
     is_out = world.draw() < 0.5
     way = (host, hosts.ALL) if is_out else (hosts.ALL, host)
     world.ways[way] = world.now + world.delay(40.0)
-    everyone = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
     unanswered = [p for p in everyone if p.host] if is_out and not host else [process]
 
     def notice() -> None:

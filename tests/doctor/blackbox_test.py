@@ -17,7 +17,7 @@ import numpy as np
 import warm_python
 from absl import logging
 from absl.testing import absltest, parameterized
-from cli_testing import run_tfcdo
+from cli_testing import CommandTestCase, run_tfcdo
 
 from tfcdo import cache_folder
 from tfcdo.cluster import config, progress, worker
@@ -35,10 +35,9 @@ def made_box(host, *entries, reason="time-out", hosts=_HOSTS):
     return progress.Box(host, hosts, reason, 100.0, {"k": _KIND}, listed)
 
 
-class BlackBoxTest(parameterized.TestCase):
+class BlackBoxTest(CommandTestCase):
     def setUp(self):
         super().setUp()
-        self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=str(self.folder)))
 
     def write(self, name, box):

@@ -105,15 +105,14 @@ class CopyTreesTest(GpuTest):
             model.compile(keras.optimizers.Adam(0.01, global_clipnorm=0.5), **compiling)
             return model
 
-        def strategy(count: int) -> tf.distribute.Strategy:
+        def strategy(count: int, **options: Any) -> tf.distribute.Strategy:
             if count == 1:
                 return tf.distribute.get_strategy()
-            return tfcdo.MirroredStrategy(parts(count), shard_optimizer_state=shards)
+            return tfcdo.MirroredStrategy(parts(count), **options)
 
-        data = dense_data(BATCH + 5)
-        self.check_as_on_one_device(
-            make, *data, replicas=3, tolerance=1e-5, strategy=strategy, batch_size=BATCH
-        )
+        options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": BATCH}
+        options |= {"strategy": strategy, "sharded": shards}
+        self.check_as_on_one_device(make, *dense_data(BATCH + 5), **options)
 
     def test_nccl_says_why_it_cannot_run(self):
         status = tfcdo.nccl_status(parts(2))

@@ -53,13 +53,13 @@ class GraphTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         for own, results in zip(arrays, reduce(), strict=True):
             self.assert_exact(results[0], tu.oracle(tu.SUM, own), tf.as_dtype(dtype))
             self.assert_bitwise_equal(results)
-        graph = reduce.get_concrete_function().graph
-        names = [op.name for op in graph.get_operations()]
+        operations = reduce.get_concrete_function().graph.get_operations()
+        names = [op.name for op in operations]
         packs = {int(found[1]) for name in names if (found := re.match(r"tfcdo/pack(\d+)/", name))}
         self.assertEqual(set(range(told.num_packs)), packs)
-        copied = tu.copied_bytes(graph, told.devices)
+        copied = tu.copied_bytes(operations, told.devices)
         self.assertEqual(copied, told.bytes_by_link)
-        self.assertEqual(copied, tu.copied_bytes(graph, told.devices + devices))
+        self.assertEqual(copied, tu.copied_bytes(operations, told.devices + devices))
         self.assertEqual(counts[0], told.num_graph_ops)
         self.assertIn(f"{counts[0]:,} graph ops", str(told))
         adding = sum(len(pack.tensors) * sum(map(bool, pack.tree.children)) for pack in told.packs)

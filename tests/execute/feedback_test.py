@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import functools
 import gc
 import weakref
 from collections.abc import Sequence
@@ -27,7 +26,6 @@ TINY = {"bfloat16": 0.3 * 2.0**-7, "float16": 0.3 * 2.0**-10}
 # over all steps. Without feedback they lack 3 * TINY a step.
 ROUNDED = 1 + TINY["bfloat16"]
 MOST = 12 * TINY["bfloat16"]
-traced = functools.partial(tf.function, autograph=False)
 
 
 def make_ops(wire_dtype: str = "bfloat16", error_feedback: bool = True) -> Any:
@@ -49,7 +47,7 @@ class Training:
     ) -> None:
         self.ops, self.reduce_op = ops, reduce_op
         self.gradients = tu.variables(tf.zeros(shape), count)
-        self.call = traced(self.reduce) if function else self.reduce
+        self.call = tu.function(self.reduce) if function else self.reduce
 
     def reduce(self) -> Any:
         value = tu.per_replica(self.gradients)
@@ -202,7 +200,7 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
             values = map(tu.per_replica, owned, devices)
             return [ops.batch_reduce(SUM, [(own, own)])[0].values[0][0] for own in values]
 
-        call = traced(both) if function else both
+        call = tu.function(both) if function else both
         totals = np.sum([call() for _ in range(16)], 0, np.float64)
         self.assertAllClose(48 * np.array(steps), totals, rtol=0, atol=2 * MOST)
         expected = [device for own in devices for device in own]
@@ -222,15 +220,15 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
                 made.extend([tf.Variable(1.0), tf.Variable(0.0, trainable=False)])
             return [total * made[0] for total in training.reduce()] if made else training.reduce()
 
-        function = traced(reduce)
+        function = tu.function(reduce)
         training.call = {
             "traced again": lambda: function(next(numbers)),  # Each is another signature.
-            "made again": lambda: traced(reduce)(),
+            "made again": lambda: tu.function(reduce)(),
             "making variables": function,
         }[kind]
         self.assertLess(abs(training.lost(8)), MOST)
         self.assertLen(residuals(ops), 3)
-        training.call = traced(lambda: training.reduce())  # It has another name.
+        training.call = tu.function(lambda: training.reduce())  # It has another name.
         self.assertAllEqual([3.0] * 4, training.step(1.0))
         self.assertLen(residuals(ops), 6)
 
@@ -241,7 +239,7 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
             value = tu.per_replica([tf.fill([4], number)] * 3)
             return ops.batch_reduce(SUM, [(value, value)])[0].values[0]
 
-        first, second = (traced(lambda n=n: reduce(n)) for n in (ROUNDED, 1.0))
+        first, second = (tu.function(lambda n=n: reduce(n)) for n in (ROUNDED, 1.0))
         first()
         self.assertAllEqual([3.0] * 4, second())
         self.assertLen(residuals(ops), 6)
@@ -290,10 +288,10 @@ class OwnersTest(tf.test.TestCase, parameterized.TestCase):
                 )
                 return strategy.experimental_local_results(totals)
 
-            training.call = traced(reduce).get_concrete_function()
+            training.call = tu.function(reduce).get_concrete_function()
             if kind == "called by another":
                 inner = training.call
-                training.call = traced(lambda: inner()).get_concrete_function()
+                training.call = tu.function(lambda: inner()).get_concrete_function()
             gc.collect()
             return training
 

@@ -23,10 +23,6 @@ def values_on(count: int, *shapes: tuple[int, ...]) -> list[Any]:
     ]
 
 
-def traced(body: Any) -> tf.Graph:
-    return tf.function(body, autograph=False).get_concrete_function().graph
-
-
 class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(star(3, 2), chain(3, 1), binomial(8, 3), two_level(8, 5))
     def test_gathered_values_rows_and_tables_follow_the_edges(self, tree):
@@ -50,9 +46,8 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             (lambda: add_rows(2), False),
             (lambda: add_rows(20), True),
         ):
-            graph = traced(body)
-            self.assertEqual(edges, set(tu.copied_bytes(graph, names)))
-            operations = graph.get_operations()
+            operations = tu.traced_ops(body)
+            self.assertEqual(edges, set(tu.copied_bytes(operations, names)))
             self.assertEqual(as_tables, "UnsortedSegmentSum" in {op.type for op in operations})
             self.assertLen([op for op in operations if "broadcast/" in op.name], len(tree.edges))
 
@@ -61,7 +56,7 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             [value] = values_on(3, (5,))
             return tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, value, "/cpu:3")
 
-        copied = tu.copied_bytes(traced(reduce), tu.device_names(4))
+        copied = tu.copied_bytes(tu.traced_ops(reduce), tu.device_names(4))
         self.assertEqual({(0, 3), (1, 3), (2, 3)}, set(copied))
 
     def test_a_window_makes_leaves_wait_for_an_earlier_result(self):
@@ -72,11 +67,8 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         packs = (pack(0, None), pack(1, None), pack(2, 0))
         plan = Plan(("CPU:0", "CPU:1", "CPU:2"), 3, 1, (ValueSpec("float32", (9,)),), packs)
         [value] = values_on(3, (9,))
-        run = tf.function(
-            lambda: interpreter.run(
-                plan, [value.values], tu.device_names(3), interpreter.Runtime()
-            ),
-            autograph=False,
+        run = tu.function(
+            lambda: interpreter.run(plan, [value.values], tu.device_names(3), interpreter.Runtime())
         )
         [result] = run()
         self.assert_exact(result[0], tu.oracle(tu.SUM, value.values), tf.float32)

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import tensorflow as tf
-import testing_utils as tu
+import testing_utils as tu  # It configures the virtual devices.
 
-from tfcdo import virtual_devices
 from tfcdo.bench import results
-
-virtual_devices.configure_virtual_cpus(8)
 
 TF_HIERARCHICAL = "tf.HierarchicalCopyAllReduce(num_packs=1)"
 _kernels = tu.kernels_for("GPU")

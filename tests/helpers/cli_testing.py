@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import io
-import os
 import pathlib
 import re
 import sys
@@ -64,13 +63,11 @@ def rows_of_table(output: str) -> dict[str, list[str]]:
 
 
 class CommandTestCase(parameterized.TestCase):
-    """A test of commands, which find no earlier measurements, and plan in less time."""
+    """A test of commands, which has a folder, and plans in less time."""
 
     def setUp(self) -> None:
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        cache = self.enter_context(tempfile.TemporaryDirectory())
-        self.enter_context(mock.patch.dict(os.environ, TFCDO_CACHE_DIR=cache))
         self.enter_context(mock.patch.object(packed_trees, "_TASKS", 5_000))
 
     def output_of(self, *arguments: str, stdin: str | None = None) -> str:

@@ -157,13 +157,12 @@ def fitted(
     epochs: int = 1,
     callbacks: Any = (),
     run_eagerly: bool = True,
-    layers: Layers = dense_layers,
     strategy: Any = None,
     examples: int = 4 * BATCH,
     **options: Any,
 ) -> keras.Model:
     with (strategy or strategy_of(count, **options)).scope():
-        model = model_of(layers, make(), run_eagerly)
+        model = model_of(dense_layers, make(), run_eagerly)
     fitting = {"epochs": epochs, "callbacks": list(callbacks), "shuffle": False, "verbose": 0}
     model.fit(*dense_data(examples), BATCH, **fitting)
     return model
@@ -193,14 +192,15 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         *data: Any,
         replicas: int = 2,
         tolerance: float = 5e-6,
-        strategy: Callable[[int], Any] = strategy_of,
+        strategy: Callable[..., Any] = strategy_of,
+        sharded: bool = False,
         **options: Any,
     ) -> list[keras.Model]:
         """Compares weights and logs of `fit` on one device, as `make` is told, and on replicas."""
         models = []
         for count in (1, replicas):
             keras.utils.set_random_seed(1)
-            with strategy(count).scope():
+            with strategy(count, shard_optimizer_state=sharded).scope():
                 models.append(make(count == 1))
             with graphs_as_traced():
                 models[-1].fit(*data, shuffle=False, verbose=0, **options)

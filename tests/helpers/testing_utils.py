@@ -6,6 +6,7 @@ from __future__ import annotations
 import atexit
 import collections
 import dataclasses
+import functools
 import os
 import shutil
 import tempfile
@@ -21,7 +22,7 @@ from tfcdo import tf_internals, virtual_devices
 
 NUM_DEVICES = 8
 virtual_devices.configure_virtual_cpus(NUM_DEVICES)
-# What somebody has measured on this machine is no business of a test.
+# For the black boxes of tests.
 os.environ["TFCDO_CACHE_DIR"] = tempfile.mkdtemp(prefix="tfcdo-tests-")
 atexit.register(shutil.rmtree, os.environ["TFCDO_CACHE_DIR"], ignore_errors=True)
 
@@ -35,6 +36,8 @@ DTYPES = (
 
 # Calls: directly, in a `tf.function` that knows the values' devices, or with unknown devices.
 EAGER, FUNCTION, ARGUMENTS = "eager", "function", "arguments"
+
+function = functools.partial(tf.function, autograph=False)
 
 _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
 
@@ -163,9 +166,9 @@ def call(mode: str, body: Callable[..., Any], *values: Any) -> list[Result]:
     if mode == EAGER:
         parts = components(*values)
     elif mode == FUNCTION:
-        parts = tf.function(lambda: components(*values), autograph=False)()
+        parts = function(lambda: components(*values))()
     else:
-        parts = tf.function(components, autograph=False)(*values)
+        parts = function(components)(*values)
     return [Result(*trace, tuple(part)) for trace, part in zip(traced, parts, strict=True)]
 
 
@@ -174,13 +177,10 @@ def all_reduce(
     reduce_op: tf.distribute.ReduceOp,
     values: Sequence[Any],
     mode: str = EAGER,
-    options: Any = None,
 ) -> list[Result]:
     """All-reduces several `PerReplica` values to their own devices, in one batch."""
     return call(
-        mode,
-        lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own], options),
-        *values,
+        mode, lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own]), *values
     )
 
 
@@ -191,14 +191,16 @@ def call_in_six_threads(work: Callable[[int], None]) -> None:
 
 def traced_ops(body: Callable[[], Any]) -> list[tf.Operation]:
     """The ops that a `tf.function` consists of."""
-    return tf.function(body, autograph=False).get_concrete_function().graph.get_operations()
+    return function(body).get_concrete_function().graph.get_operations()
 
 
-def copied_bytes(graph: tf.Graph, devices: Sequence[str]) -> dict[tuple[int, int], int]:
-    """Counts the bytes that a graph copies between devices: each tensor once for each target."""
+def copied_bytes(
+    operations: Sequence[tf.Operation], devices: Sequence[str]
+) -> dict[tuple[int, int], int]:
+    """Counts the bytes that ops copy between devices: each tensor once for each target."""
     copies = {
         (tensor.ref(), devices.index(tensor.op.device), devices.index(op.device))
-        for op in graph.get_operations()
+        for op in operations
         for tensor in op.inputs
         if tensor.op.device in devices and op.device in devices and tensor.op.device != op.device
         if tensor.op.type != "Unpack"  # Keys of collectives.

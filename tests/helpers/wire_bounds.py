@@ -56,17 +56,13 @@ def error_bound(
 
 
 def feedback_error_bound(
-    magnitudes_by_step: Any,
-    depth: int,
-    num_devices: int,
-    wire_dtype: str,
-    dtype: tf.DType = tf.float32,
+    magnitudes_by_step: Any, depth: int, num_devices: int, wire_dtype: str
 ) -> np.ndarray:
     """Bounds the difference of the sum of all results from the sum of all values, with feedback."""
     magnitudes = np.asarray(magnitudes_by_step, np.float64)
-    wide = _FORMATS[dtype.name]
-    once = error_bound(np.max(magnitudes, 0), depth, num_devices, wire_dtype, dtype)
-    held = once / (2 - _growth(depth, num_devices, wire_dtype, dtype))
+    wide = _FORMATS["float32"]
+    once = error_bound(np.max(magnitudes, 0), depth, num_devices, wire_dtype)
+    held = once / (2 - _growth(depth, num_devices, wire_dtype, tf.float32))
     added = np.sum(magnitudes + held, 0) * wide.roundoff + len(magnitudes) * wide.lost
     return np.asarray(held + 2 * num_devices * added)
 

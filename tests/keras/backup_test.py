@@ -18,7 +18,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import TwoOptimizers, strategy_of
+from keras_training import TwoOptimizers, model_of, strategy_of
 
 import tfcdo
 import tfcdo.keras
@@ -86,10 +86,7 @@ def _layers(exact: bool) -> list[Any]:
 
 
 def _model(*layers: Any, **options: Any) -> keras.Model:
-    keras.utils.set_random_seed(0)
-    model = keras.Sequential([keras.Input([4]), *layers, keras.layers.Dense(1)])
-    model.compile("sgd", "mse", run_eagerly=True, **options)
-    return model
+    return model_of(lambda: [keras.Input([4]), *layers, keras.layers.Dense(1)], "sgd", **options)
 
 
 def _optimizer(rate: Any = None) -> keras.Optimizer:
@@ -128,11 +125,9 @@ class _Training:
             ops = tfcdo.AutoAllReduce(wire_dtype=wire, error_feedback=lossy)
             devices = tu.device_names(replicas)
             strategy = tfcdo.MirroredStrategy(devices, ops, shard_optimizer_state=sharded)
-        keras.utils.set_random_seed(0)
+        options: dict[str, Any] = {"metrics": ["mae"], "steps_per_execution": at_once}
         with strategy.scope():
-            self.model = keras.Sequential(_layers(exact))
-            options = {"metrics": ["mae"], "steps_per_execution": at_once}
-            self.model.compile(_optimizer(rate), "mse", run_eagerly=True, **options)
+            self.model = model_of(lambda: _layers(exact), _optimizer(rate), **options)
         steps = None if data == "finite" else _STEPS
         options = {"steps_per_epoch": steps, "callbacks": list(callbacks), "verbose": 0}
         history = self.model.fit(_data(data), epochs=_EPOCHS, **options)
@@ -224,11 +219,9 @@ class ExactTest(BackupTestCase):
         """On one device they are built in the first step, and one wraps another."""
 
         def fit(*callbacks: Any) -> list[bytes]:
-            keras.utils.set_random_seed(0)
             with strategy_of(replicas).scope():
-                model = TwoOptimizers(_layers(exact=False))
-                inner = keras.optimizers.SGD(0.1, momentum=0.9)
-                model.compile(keras.optimizers.LossScaleOptimizer(inner), "mse", run_eagerly=True)
+                scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))
+                model = model_of(lambda: _layers(exact=False), scaling, kind=TwoOptimizers)
                 model.first, model.second = model.optimizer, keras.optimizers.Nadam(0.1)
             model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
             return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
@@ -435,9 +428,8 @@ class BadInputTest(BackupTestCase):
             (5, "sgd", r"another optimizer: it was made with Adam, .* is compiled with SGD; give"),
             (6, _optimizer(), r"another model: its variable 0 is \S*dense/kernel \[4, 5\] float32"),
         ):
-            layers = [keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
-            model = keras.Sequential([keras.Input([4]), *layers])
-            model.compile(optimizer, "mse", run_eagerly=True)
+            layers = [keras.Input([4]), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
+            model = model_of(functools.partial(list, layers), optimizer)
             with self.assertRaisesRegex(ValueError, message):
                 model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)

@@ -44,9 +44,16 @@ def mended_keras(strategy: Any) -> dict[str, np.ndarray]:
 def mixed_float16(strategy: Any) -> dict[str, np.ndarray]:
     """Trains in mixed precision, with casts; in one step one replica's gradients are infinite."""
     casting = _other(strategy, exchange="float16")
+    half: dict[str, Any] = {"dtype": "mixed_float16"}
+
+    def layers() -> list[Any]:
+        # The first kernel is large enough to be cast.
+        dense = keras.layers.Dense(600, "tanh", **half), keras.layers.Dense(2, **half)
+        return [keras.Input((4,)), *dense, keras.layers.Activation("linear", dtype="float32")]
+
     with scope(casting):
         optimizer = ko.LossScaleOptimizer(ko.SGD(0.1), 16.0, dynamic_growth_steps=2)
-        model = model_of(_half_layers, optimizer, run_eagerly=strategy is None)
+        model = model_of(layers, optimizer, run_eagerly=strategy is None)
     _fit(model, outlier=BATCH + 3)
     scale = optimizer.dynamic_scale.numpy()
     return {"scale": scale, **weights(casting, model.trainable_weights)}
@@ -56,11 +63,9 @@ def jit(strategy: Any) -> dict[str, np.ndarray]:
     """Trains with XLA, with the state on one device of each host; on one device without XLA."""
     sharding = _other(strategy, shard_optimizer_state=True)
     with scope(sharding):
-        keras.utils.set_random_seed(1)
-        model = keras.Sequential(word_layers())
         adam = ko.Adam(0.05, epsilon=1e-3, global_clipnorm=0.5, weight_decay=0.1)
-        compiles = {"jit_compile": strategy is not None, "run_eagerly": strategy is None}
-        model.compile(adam, "mse", metrics=["mae"], **compiles)
+        compiles: dict[str, Any] = {"jit_compile": strategy is not None, "metrics": ["mae"]}
+        model = model_of(word_layers, adam, run_eagerly=strategy is None, **compiles)
     history = model.fit(*word_data(2 * BATCH + _REST), BATCH, shuffle=False, verbose=0)
     if sharding:
         held = sharding.state_bytes(adam)
@@ -206,22 +211,11 @@ def unlike_sizes(strategy: Any) -> dict[str, np.ndarray]:
     return {"sums": np.concatenate(sums), "gathered": np.concatenate(gathered)}
 
 
-def _half_layers() -> list[Any]:
-    """Layers that compute in float16, with a kernel that is large enough to be cast."""
-    return [
-        keras.layers.Input((4,)),
-        keras.layers.Dense(600, activation="tanh", dtype="mixed_float16"),
-        keras.layers.Dense(2, dtype="mixed_float16"),
-        keras.layers.Activation("linear", dtype="float32"),
-    ]
-
-
 def in_sync(strategy: Any) -> dict[str, np.ndarray]:
     """Synchronizes statistics; goes on with other weights on one host, which all hosts find."""
     with strategy.scope():
-        model = model_of(
-            lambda: [*dense_layers(), keras.layers.BatchNormalization(momentum=0.5)], "sgd"
-        )
+        normalization = keras.layers.BatchNormalization(momentum=0.5)
+        model = model_of(lambda: [*dense_layers(), normalization], "sgd")
     _fit(model, 1)
     moving = model.layers[-1].non_trainable_variables[0]
     before = copies(strategy, moving)

@@ -325,7 +325,6 @@ class LossesTest(kt.TrainingTestCase):
         [parts] = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(batch))
 
         def loss(seed: Any, inputs: Any, targets: Any = 0.0) -> Any:
-            del seed
             return keras.losses.MeanSquaredError()(tf.zeros_like(inputs[:, 0]), inputs[:, 0])
 
         def total(parts: Any) -> Any:
@@ -351,13 +350,11 @@ def rows_and_gradient(select: Callable[[tf.Tensor], tf.Tensor], own: Any = None)
     return rows, tape.gradient(loss, own)
 
 
-def chosen(own: tf.Tensor) -> tf.Tensor:
-    return tf.boolean_mask(own, own[:, 0] > 0)
-
-
 class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(
-        select=[tf.identity, chosen], eager=[True, False], has_batch=[True, False]
+        select=[tf.identity, lambda own: tf.boolean_mask(own, own[:, 0] > 0)],
+        eager=[True, False],
+        has_batch=[True, False],
     )
     def test_rows_of_all(self, select, eager, has_batch):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))

@@ -47,7 +47,7 @@ class ShardedStateTest(kt.TrainingTestCase):
 
         with self.assertNoLogs("tensorflow", "WARNING"):  # AutoGraph leaves tfcdo's functions out.
             graph = tf.function(lambda: strategy.run(step)).get_concrete_function().graph
-        copied = tu.copied_bytes(graph, tu.device_names(2))
+        copied = tu.copied_bytes(graph.get_operations(), tu.device_names(2))
         told = strategy.explain(shapes, shard_optimizer_state=True)
         for link, num_bytes in told.bytes_by_link.items():
             self.assertBetween(copied[link], 1, num_bytes)

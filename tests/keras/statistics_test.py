@@ -118,8 +118,7 @@ class StatisticsTest(TrainingTestCase):
 class LargestValue(keras.layers.Layer):
     """Keeps in one row the largest input, in another a count of steps."""
 
-    def build(self, shape):
-        del shape
+    def build(self, _):
         self.rows = self.add_weight(shape=(3, 2), initializer="zeros", trainable=False)
 
     def call(self, inputs):

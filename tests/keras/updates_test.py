@@ -239,8 +239,7 @@ class OwnLoopTest(kt.TrainingTestCase):
         layers = [keras.layers.Input((3, 4)), keras.layers.Dense(2), keras.layers.Flatten()]
         strategy = kt.strategy_of(2)
         with strategy.scope():
-            model = keras.Sequential([*layers, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            model = kt.model_of(lambda: [*layers, keras.layers.Dense(1)], "sgd", run_eagerly=False)
         ops = strategy.extended._cross_device_ops
         reduce = ops.batch_reduce_implementation
         with mock.patch.object(ops, "batch_reduce_implementation", wraps=reduce) as spy:
@@ -382,8 +381,7 @@ class GradientsTest(kt.TrainingTestCase):
         def make(_: bool) -> keras.Model:
             return kt.model_of(layers, ko.Adam(0.1, global_clipnorm=clipnorm), run_eagerly=False)
 
-        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
-        self.check_as_on_one_device(make, data, tolerance=1e-5, strategy=strategy)
+        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
     @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large"))
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
@@ -405,10 +403,9 @@ class GradientsTest(kt.TrainingTestCase):
             layers = [keras.layers.Input([4]), Lookup(), keras.layers.Flatten()]
             return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly=False)
 
-        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
         inputs, _ = kt.dense_data(10)
         data = inputs, np.repeat(inputs, 2, 1)
-        self.check_as_on_one_device(make, *data, batch_size=6, tolerance=1e-5, strategy=strategy)
+        self.check_as_on_one_device(make, *data, batch_size=6, tolerance=1e-5, sharded=sharded)
 
     @parameterized.parameters((None, False), (2, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
@@ -425,8 +422,7 @@ class GradientsTest(kt.TrainingTestCase):
             layers = only_rows if sharded_rows else kt.dense_layers
             return kt.model_of(layers, optimizer, run_eagerly)
 
-        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded_rows)
-        options: dict[str, Any] = {"replicas": 3, "strategy": strategy, "batch_size": kt.BATCH}
+        options: dict[str, Any] = {"replicas": 3, "sharded": sharded_rows, "batch_size": kt.BATCH}
         _, model = self.check_as_on_one_device(make, inputs, targets, **options)
         iterations = model.optimizer.inner_optimizer.iterations
         self.assertEqual(iterations.numpy(), 2 if accumulation else 4)
@@ -443,8 +439,7 @@ class GradientsTest(kt.TrainingTestCase):
             inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
             return kt.model_of(layers, ko.LossScaleOptimizer(inner, 4.0), run_eagerly=False)
 
-        strategy = functools.partial(kt.strategy_of, shard_optimizer_state=sharded)
-        options: dict[str, Any] = {"strategy": strategy, "tolerance": 1e-5, "batch_size": kt.BATCH}
+        options: dict[str, Any] = {"sharded": sharded, "tolerance": 1e-5, "batch_size": kt.BATCH}
         _, model = self.check_as_on_one_device(make, *kt.dense_data(4 * kt.BATCH), **options)
         history = model.layers[0].inputs_amax_history.numpy()
         self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))

@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 from clusters import other_strategy
 from keras import optimizers as ko
-from keras_training import TwoOptimizers
+from keras_training import TwoOptimizers, model_of
 
 import tfcdo.keras
 from tfcdo.exchange import DiLoCo
@@ -33,10 +33,8 @@ def data(count: int = EXAMPLES) -> tuple[np.ndarray, np.ndarray]:
 
 def model_with(optimizer: Any, kind: Any = keras.Sequential, **options: Any) -> keras.Model:
     """Builds a model whose parameters are large enough for exchanges to be cast."""
-    keras.utils.set_random_seed(1)
-    model = kind([keras.Input([36]), keras.layers.Dense(40)])
-    model.compile(optimizer, "mse", **(options or {"run_eagerly": True}))
-    return model
+    options = {"run_eagerly": not options, "kind": kind, **options}
+    return model_of(lambda: [keras.Input([36]), keras.layers.Dense(40)], optimizer, **options)
 
 
 def _outer(strategy: Any, every: int, *given: Any, **options: Any) -> Any:

@@ -139,8 +139,7 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         inputs[-1] = np.nan  # On the last replica.
         with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
             check = keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "bad"))
-            model = keras.Sequential([keras.Input([2]), check, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            model = model_of(lambda: [keras.Input([2]), check, keras.layers.Dense(1)], "sgd", False)
         model.fit(inputs[:3], inputs[:3, :1], verbose=0)
         for _ in range(3):
             with self.assertRaises(tf.errors.InvalidArgumentError):
@@ -187,8 +186,7 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
         with Strategy(tu.device_names(3)).scope():
             lookup = keras.layers.StringLookup(vocabulary=["a", "b", "c"], output_mode="one_hot")
-            model = keras.Sequential([lookup, keras.layers.Dense(1)])
-            model.compile("sgd", "mse")
+            model = model_of(lambda: [lookup, keras.layers.Dense(1)], "sgd", run_eagerly=False)
         words = np.array([["a"], ["b"], ["c"], ["a"], ["d"]])
         data = tf.data.Dataset.from_tensor_slices((words, np.arange(5.0)[:, None])).batch(4)
         [loss] = model.fit(data, verbose=0).history["loss"]

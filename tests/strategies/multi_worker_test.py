@@ -18,6 +18,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 from clusters import disagreeing, other_strategy, scope, weights
+from keras_training import model_of
 from testing_utils import DTYPES, MEAN, SUM
 
 import tfcdo
@@ -38,10 +39,6 @@ def all_values(strategy: Any) -> None:
     checks = (case.slices, case.gather, case.gather_structure, case.refused, case.cross_replica)
     for check in (*checks, case.loop, case.sizes):
         check()
-
-
-def _function(body: Any) -> Any:
-    return tf.function(body, autograph=False)
 
 
 def _context() -> Any:
@@ -70,7 +67,7 @@ class _Case:
         self.local = len(strategy.extended.worker_devices)
         self.hosts = self.replicas // self.local
         self.host = strategy.cluster_resolver.task_id
-        self.wrap: Any = _function if self.local > 1 else lambda body: body
+        self.wrap: Any = tu.function if self.local > 1 else lambda body: body
 
     def each(self, make: Callable[[int], Any]) -> list[Any]:
         return [make(replica) for replica in range(self.replicas)]
@@ -366,8 +363,9 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
         return rows.repeat().batch(4 if is_chief else 6, drop_remainder=True)
 
     with strategy.scope():
-        model = keras.Sequential([keras.layers.Input([2]), keras.layers.Dense(1)])
-        model.compile("sgd", "mse")
+        model = model_of(
+            lambda: [keras.Input([2]), keras.layers.Dense(1)], "sgd", run_eagerly=False
+        )
     batches = strategy.distribute_datasets_from_function(data)
     with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
@@ -426,14 +424,13 @@ def _check_sums(strategy: Any) -> None:
 
 def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
     """Fits several steps at a time, and decays weights, on data of which one host has less."""
-    keras.utils.set_random_seed(9)
     draw = np.random.default_rng(2).normal
+    options: dict[str, Any] = {"run_eagerly": False, "steps_per_execution": 2}
     # Eleven examples on one host and five on the other, in batches of two for each replica.
     parts = [draw(size=(rows, 3)).astype(np.float32) for rows in (11, 5)]
     with scope(strategy):
-        model = keras.Sequential([keras.layers.Input((3,)), keras.layers.Dense(1)])
         optimizer = keras.optimizers.AdamW(0.05, weight_decay=0.3)
-        model.compile(optimizer, "mse", steps_per_execution=2)
+        model = model_of(lambda: [keras.Input((3,)), keras.layers.Dense(1)], optimizer, **options)
 
     def dataset(arrays: list[np.ndarray]) -> tf.data.Dataset:
         return tf.data.Dataset.from_generator(

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import collections
 import json
-import typing
 import warnings
 from typing import Any
 from unittest import mock
@@ -12,7 +12,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
-from keras_training import dense_data, strategy_of
+from keras_training import dense_data, dense_layers, model_of, strategy_of
 
 from tfcdo import log
 from tfcdo.cluster import protocol
@@ -32,11 +32,7 @@ def _lines(names):
     return tf.data.TextLineDataset(names).map(tf.strings.length)
 
 
-class _Pair(typing.NamedTuple):
-    first: tf.Tensor
-    second: tf.Tensor
-
-
+_Pair = collections.namedtuple("_Pair", "first second")
 _STRUCTURES = (
     ("one", lambda numbers: numbers),
     ("tuple_of_one", lambda numbers: (numbers,)),
@@ -45,6 +41,9 @@ _STRUCTURES = (
     ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
     ("ragged", lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0))),
 )
+
+
+_OF_KIND = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
 
 
 def _dense(value):
@@ -56,8 +55,7 @@ def _dense(value):
 class CutTest(tf.test.TestCase, parameterized.TestCase):
     def test_none_in_a_step_of_keras(self):
         with strategy_of(2).scope():
-            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-            model.compile("sgd", "mse")
+            model = model_of(dense_layers, "sgd", run_eagerly=False)
         dataset = _Dataset.from_tensor_slices(dense_data(7)).batch(6)  # 6 and 1 examples.
         with_none = dataset.map(lambda inputs, targets: (inputs, targets, None))
         arrays = [(*batch, None) for batch in dataset.as_numpy_iterator()]
@@ -118,8 +116,7 @@ class EndTest(tf.test.TestCase, parameterized.TestCase):
         self.enter_context(warnings.catch_warnings())
         warnings.filterwarnings("error", ".*shuffle=True")
         with strategy_of(2).scope():
-            model = keras.Sequential([keras.Input([4]), keras.layers.Dense(2)])
-            model.compile("sgd", "mse", steps_per_execution=2)
+            model = model_of(dense_layers, "sgd", run_eagerly=False, steps_per_execution=2)
         data = _Dataset.from_tensor_slices(dense_data(18)).batch(6, drop_remainder=is_full)
         model.fit(data.repeat(), steps_per_epoch=2, verbose=0)
         ends: list[int] = []
@@ -229,8 +226,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
                 return (shape[0], 3)
 
         numbers = tf.constant([[1.0, 2, 3], [4, 5, 6], [7, 8, 9], [1, 2, 4]])
-        of_kind = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
-        inputs, targets = of_kind[kind](numbers), numbers[:, :1]
+        inputs, targets = _OF_KIND[kind](numbers), numbers[:, :1]
 
         def results(count):
             keras.utils.set_random_seed(1)
@@ -256,8 +252,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
                 return _dense(inputs) if kind == "sparse" else inputs.to_tensor(shape=[None, 2])
 
         rows = tf.constant([[1.0, 2.0], [3.0, 4.0], [5.0, 6.0]])
-        of_kind = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
-        dataset = _Dataset.from_tensor_slices((of_kind[kind](rows), [0, 0, 1])).batch(2)
+        dataset = _Dataset.from_tensor_slices((_OF_KIND[kind](rows), [0, 0, 1])).batch(2)
 
         def results(count):
             with strategy_of(count).scope():
@@ -279,14 +274,9 @@ def _batches():
         yield ids, ids.astype(np.float32)
 
 
-def _mean_embedding() -> keras.Model:
-    return keras.Sequential(
-        [
-            keras.layers.Input((None,), dtype="int32"),
-            keras.layers.Embedding(_BATCHES * _BATCH, 1, embeddings_initializer="zeros"),
-            keras.layers.GlobalAveragePooling1D(),
-        ]
-    )
+def _mean_embedding() -> list[Any]:
+    table = keras.layers.Embedding(_BATCHES * _BATCH, 1, embeddings_initializer="zeros")
+    return [keras.Input((None,), dtype="int32"), table, keras.layers.GlobalAveragePooling1D()]
 
 
 class _Counted(keras.utils.PyDataset):
@@ -304,8 +294,8 @@ class _Counted(keras.utils.PyDataset):
 class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
     def test_every_batch_is_seen_once(self):
         with strategy_of(2).scope():
-            model = _mean_embedding()
-            model.compile(keras.optimizers.SGD(1.0), lambda target, output: -output)
+            sgd = keras.optimizers.SGD(1.0)
+            model = model_of(_mean_embedding, sgd, False, lambda target, output: -output)
         model.fit(_batches(), verbose=0)
         seen = _BATCH * model.get_weights()[0]
         self.assertAllClose(np.ones_like(seen), seen)
@@ -317,8 +307,7 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
         losses, loaded = [], []
         for count in (1, 2):
             with strategy_of(count).scope():
-                model = _mean_embedding()
-                model.compile("sgd", "mse", metrics=["mae"])
+                model = model_of(_mean_embedding, "sgd", run_eagerly=False, metrics=["mae"])
             batches = _Counted(workers=2)
             losses.append(model.evaluate(batches, verbose=0))
             loaded.append(batches.loaded)

@@ -19,11 +19,11 @@ import testing_utils as tu
 import third_party
 import warm_python
 from absl.testing import absltest, parameterized
+from bench_testing import TF_HIERARCHICAL, measurement_of
 from compat import CASES, Case
 from compat_trainings import TRAININGS, Training
 
 import tfcdo
-from tfcdo.bench import results
 
 PAGE = pages.ROOT / "docs" / "compat.md"
 _SERVED = """
@@ -117,25 +117,21 @@ class PageTest(absltest.TestCase):
                 self.assertEndsWith(line, f"| {row.cell} |")
 
 
-def _measured(name: str, kind: str, seconds: float, **others: Any) -> results.Measurement:
-    return results.Measurement(name, kind, 4, seconds, 0.0, size=100, **others)
-
-
 class PerformanceTest(absltest.TestCase):
     def test_rows(self):
-        slow = _measured("tf.X", "tf", 0.004)
+        slow = measurement_of("tf.X", "tf", 0.004)
         compared = (
-            _measured(performance.AUTO, "tfcdo", 0.003),
-            _measured("tf.HierarchicalCopyAllReduce(num_packs=1)", "tf", 0.001, wrong=5),
+            measurement_of(performance.AUTO, "tfcdo", 0.003),
+            measurement_of(TF_HIERARCHICAL, "tf", 0.001, wrong=5),
             slow,
-            _measured(performance.DEFAULT, "tf", 0.005),
+            measurement_of(performance.DEFAULT, "tf", 0.005),
         )
         with mock.patch.object(performance, "floor_seconds", return_value=0.002) as floor:
             row = performance.row("-g 4", compared)
         self.assertEqual(row, ["`-g 4`", "3.0", "4.0", "5.0", "2.0"])
-        floor.assert_called_once_with(4, 100)
+        floor.assert_called_once_with(4, 4000)
         kinds = {performance.HOSTS: 0.003, performance.ALONE: 0.001}
-        hosts = [slow, *(_measured(kind, kind, seconds) for kind, seconds in kinds.items())]
+        hosts = [slow, *(measurement_of(kind, kind, seconds) for kind, seconds in kinds.items())]
         row = performance.row("workers 2", hosts)
         self.assertEqual(row, ["`workers 2`", "3.0", "4.0", "", "1.0"])
 

@@ -16,7 +16,7 @@ import tensorflow as tf
 
 import tfcdo
 from tfcdo import tf_internals
-from tfcdo.bench import results, workloads
+from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.devices import ChosenDevices
 from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
 from tfcdo.exchange import dtypes
@@ -100,8 +100,7 @@ class Implementation:
         try:
             self.all_reduce(devices, [[number] for number in numbers])
         except Exception as error:
-            message = str(error).partition("\n")[0]
-            raise ValueError(f"{self.name}: {message}") from error
+            raise ValueError(f"{self.name}: {worker_pool.first_line(error)}") from error
 
 
 # One for all workloads: a second strategy over the same devices would number its collective ops
@@ -125,7 +124,7 @@ def parse(name: str) -> list[Implementation]:
         ops = eval(name, dict(_NAMES))
         ops = ops() if isinstance(ops, type) else ops
     except Exception as error:
-        reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+        reason = f"{type(error).__name__}: {worker_pool.first_line(error)}"
         raise ValueError(f"{name}: {reason}; {_WANTED}") from error
     if not isinstance(ops, tf.distribute.CrossDeviceOps):
         raise ValueError(f"{name} makes no cross-device ops; {_WANTED}")

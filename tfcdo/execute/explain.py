@@ -9,6 +9,7 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.execute.request import check_device
+from tfcdo.log import format_count
 from tfcdo.plan.copy_tree import CopyTree
 from tfcdo.plan.plan import Pack
 
@@ -62,7 +63,7 @@ class Explanation:
         between = self.bytes_between_hosts
         to_others = [f"  {_bytes(between)} to other hosts"] if between else []
         lines = [
-            f"{self.ops} on {_count(len(self.devices), 'device')}: {self.algorithm}",
+            f"{self.ops} on {format_count(len(self.devices), 'device')}: {self.algorithm}",
             f"  because {self.reason}",
             *_shortened("pack", [f"pack {i}: {_pack(pack)}" for i, pack in enumerate(self.packs)]),
             *_shortened("amount", [_links(*item) for item in sorted(by_amount.items())[::-1]]),
@@ -101,8 +102,8 @@ def device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
 def _pack(pack: Pack) -> str:
     num_values = len({part.value for part in pack.slices})
     parts = [
-        f"{_bytes(pack.num_bytes)} of {_count(num_values, 'value')}",
-        f"in {_count(len(pack.tensors), 'tensor')}",
+        f"{_bytes(pack.num_bytes)} of {format_count(num_values, 'value')}",
+        f"in {format_count(len(pack.tensors), 'tensor')}",
     ]
     if pack.num_sent_bytes != pack.num_bytes:
         parts.append(f"sent as {_bytes(pack.num_sent_bytes)}")
@@ -122,18 +123,14 @@ def _nested(tree: CopyTree) -> str:
 def _links(num_bytes: int, links: Sequence[str]) -> str:
     more = ", ..." if len(links) > _MAX_LINES else ""
     listed = ", ".join(links[:_MAX_LINES]) + more
-    return f"{_bytes(num_bytes)} on each of {_count(len(links), 'link')}: {listed}"
+    return f"{_bytes(num_bytes)} on each of {format_count(len(links), 'link')}: {listed}"
 
 
 def _shortened(what: str, lines: Sequence[str]) -> list[str]:
     shown = [f"  {line}" for line in lines[:_MAX_LINES]]
     hidden = len(lines) - len(shown)
-    return shown + ([f"  ... and {_count(hidden, f'more {what}')}"] if hidden else [])
+    return shown + ([f"  ... and {format_count(hidden, f'more {what}')}"] if hidden else [])
 
 
 def _bytes(number: int) -> str:
     return f"{number:,} bytes"
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + ("" if number == 1 else "s")
