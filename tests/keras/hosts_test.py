@@ -149,10 +149,13 @@ def few_rows(strategy: Any) -> dict[str, np.ndarray]:
 
 def empty_host(strategy: Any) -> dict[str, np.ndarray]:
     """Has batches that leave one host without examples; a layer divides by a moving statistic."""
-    with scope(strategy):
+
+    def layers() -> list[Any]:
         dense = keras.layers.SpectralNormalization(keras.layers.Dense(3))
-        layers = [keras.layers.Input((4,)), dense, keras.layers.Dense(2)]
-        model = model_of(lambda: layers, ko.SGD(0.05), run_eagerly=strategy is None)
+        return [keras.layers.Input((4,)), dense, keras.layers.Dense(2)]
+
+    with scope(strategy):
+        model = model_of(layers, ko.SGD(0.05), run_eagerly=strategy is None)
     model.fit(*dense_data(6), 2, shuffle=False, verbose=0)
     return {
         "estimate": model.non_trainable_weights[0].numpy(),
