@@ -79,7 +79,9 @@ def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     here = step.current_several()
     with step.during(scales_losses=True):
         total = own(model, *args, **kwargs)
-    return total if here is None or total is None or total.shape.rank else here.loss(total)
+    if here is not None and total is not None:  # Losses of examples have the gradient of their sum.
+        here.loss(tf.reduce_sum(total) if total.shape.rank else total)
+    return total
 
 
 def added(own: Function, layer: Any, loss: Any) -> None:

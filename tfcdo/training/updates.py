@@ -349,10 +349,11 @@ def _last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
 def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
     """Returns a replica's gradients plus its accumulated ones, and empties the accumulators."""
     accumulators = keras_internals.accumulators(leaf, variables)
+    scale = leaf.loss_scale_factor or 1  # Accumulated gradients are divided by it, others not yet.
     sums = []
     for grad, accumulator, variable in zip(grads, accumulators, variables, strict=True):
         if not keras_internals.is_overwritten(variable):
-            grad = accumulator.value + tf.convert_to_tensor(grad)
+            grad = accumulator.value * scale + tf.convert_to_tensor(grad)
         sums.append(grad)
     # As Keras does, also accumulators of variables that are frozen since.
     of_all = keras_internals.trainable_variables(leaf)
