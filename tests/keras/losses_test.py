@@ -94,6 +94,17 @@ class LossesTest(kt.TrainingTestCase):
         with mock.patch.object(log, "warn_once", side_effect=AssertionError):
             self.check_as_on_one_device(make, inputs, [targets] * outputs, batch_size=7)
 
+    def test_losses_of_each_example_and_numbers(self):
+        """Keras adds a number to each example's loss: it counts by their number, here a part's."""
+        with kt.strategy_of(3).scope():
+            x = keras.Input([4])
+            model = keras.Model(x, [keras.layers.Dense(2)(x), keras.layers.Dense(2)(x)])
+            model.compile("sgd", [keras.losses.MeanSquaredError(reduction=None), "mse"])
+        inputs, targets = kt.dense_data(6)
+        with mock.patch.object(log, "warn_once") as warned:
+            model.fit(inputs, [targets] * 2, verbose=0)
+        self.assertIn("3 replicas. Give all losses", warned.call_args.args[0])
+
     def test_metrics_of_one_number(self):
         """Functions that return a mean: one of the user's, and a loss."""
 

@@ -77,10 +77,21 @@ def reduced(
 def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Model.compute_loss`, which adds up losses."""
     here = step.current_several()
+    before = len(here.losses) if here is not None else 0
     with step.during(scales_losses=True):
         total = own(model, *args, **kwargs)
-    if here is not None and total is not None:  # Losses of examples have the gradient of their sum.
-        here.loss(tf.reduce_sum(total) if total.shape.rank else total)
+    if here is None or total is None:
+        return total
+    if not total.shape.rank:
+        return here.loss(total)
+    if len(here.losses) > before:
+        log.warn_once(
+            "a model has losses with reduction=None and losses that are numbers: Keras adds a "
+            "number to the loss of each example, so it counts once per example of the batch on one "
+            f"device, and of a replica's part on {here.replicas} replicas. Give all losses of the "
+            "model a reduction, or none of them"
+        )
+    here.loss(tf.reduce_sum(total))  # Losses of examples have the gradient of their sum.
     return total
 
 
