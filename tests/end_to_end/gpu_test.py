@@ -26,7 +26,7 @@ MEGABYTES_PER_PART = 512
 
 CARDS = tf.config.list_physical_devices("GPU")
 if CARDS:
-    # It rounds to 10 bits, in kernels that depend on the number of rows.
+    # TF32 rounds to 10 bits, in kernels that depend on the number of rows.
     tf.config.experimental.enable_tensor_float_32_execution(False)
     tf.config.set_logical_device_configuration(
         CARDS[0], [tf.config.LogicalDeviceConfiguration(MEGABYTES_PER_PART)] * PARTS

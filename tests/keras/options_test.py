@@ -166,7 +166,8 @@ class FitTest(kt.TrainingTestCase):
             if batch + 1 == step - steps_per_execution:
                 _break(model, "kernel", 1)
 
-        found = rf"^after execution {step // steps_per_execution} of .*, replica 1 .*_in_sync=False"
+        number = step // steps_per_execution
+        found = rf"^after execution {number} of the train step, replica 1 .*check_in_sync=False"
         with self.assertRaisesRegex(RuntimeError, found) if is_found else contextlib.nullcontext():
             breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
             model.fit(*kt.dense_data(step * kt.BATCH), kt.BATCH, callbacks=[breaking], verbose=0)

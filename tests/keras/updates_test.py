@@ -51,7 +51,8 @@ class UpdatesTest(kt.TrainingTestCase):
         self.assert_same_training(whole, sharded, 0.0)
         for slot in sharded.optimizer.variables:
             if len(slot.shape) and not kt.is_own_of_each(slot):
-                self.assertEqual(slot.path.endswith("_average"), hasattr(slot.value, "values"))
+                everywhere = slot.path.endswith("_average")
+                self.assertEqual(everywhere, hasattr(slot.value, "values"), slot.path)
 
     @parameterized.parameters(*zip(OPTIONS, (3, 2, 2, 2, 3)))
     def test_each_option(self, option, count):

@@ -43,7 +43,7 @@ class FaultsTest(parameterized.TestCase):
     def test_judges_hosts(self, wrong, problem):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         difference = {"differs": 1e-6, "differs much": 0.1}.get(wrong, 0.0)
-        # From 90 steps, of a second each, five were made again in a second run.
+        # Five of 90 steps, a second each, were made again in a second run.
         runs = (1, 26, 0.0), (21, 91 - (wrong == "skips"), 100.0)
         for host in range(2):
             np.savez(folder / f"weights-{host}.npz", np.full(2, difference))
