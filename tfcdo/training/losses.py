@@ -77,11 +77,13 @@ def reduced(
 def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Stands for `Model.compute_loss`, which adds up losses."""
     here = step.current_several()
-    before = len(here.losses) if here is not None else 0
+    if here is None:
+        return own(model, *args, **kwargs)
+    before = len(here.losses)
     with step.during(scales_losses=True):
         total = own(model, *args, **kwargs)
-    if here is None or total is None:
-        return total
+    if total is None:
+        return None
     if not total.shape.rank:
         return here.loss(total)
     if len(here.losses) > before:

@@ -2,8 +2,8 @@
 
 `apply` stands before each Keras optimizer's own `apply`. It sums the gradients where the replicas
 meet, and calls Keras's on each replica, which then works alone: Keras clips, accumulates, decays,
-updates and averages from the same sums, on each replica alike. With sharded state it
-updates only the variables that it owns, and sends them to the others.
+updates and averages from the same sums, on each replica alike. With sharded state it updates
+only the variables that it owns, and sends them to the others.
 """
 
 from __future__ import annotations
