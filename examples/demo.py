@@ -71,6 +71,7 @@ def main(devices: int, epochs: int) -> int:
     width = None if sys.stdout.isatty() else 120
     console = Console(highlight=False, markup=False, width=width)
     tf.get_logger().setLevel("ERROR")
+    tf.config.set_visible_devices([], "GPU")  # One device is to be the same processor.
     names = tfcdo.configure_virtual_cpus(max(devices, len(_SUMMED)))
     digits = load_digits()
     train_under = functools.partial(train, digits, devices, epochs)

@@ -199,6 +199,9 @@ class SummaryTest(absltest.TestCase):
             _op("y/_7", 6.0, 6.5, "_Send", name, cpu(2), cpu(0)),
             _op("z/_9", 7.0, 7.5, "_Send", "elsewhere", cpu(2), cpu(0)),
             _op(f"{name}/_11", 9.0, 9.5, "_Send", "user", cpu(0), cpu(1)),
+            # As between GPUs, where the op that sends came first.
+            _op("w/_4", 9.6, 10.0, "_Recv"),
+            _op("w/_4", 9.7, 9.8, "_Recv", name, cpu(1), cpu(0)),
         ]
         plan = Planned("f/tfcdo", tuple(map(cpu, range(3))), Plan(("CPU:0",) * 3, 3, 1, (), ()))
         # Where TensorFlow leaves the copy down out, the op that uses the sum receives it.
@@ -206,6 +209,7 @@ class SummaryTest(absltest.TestCase):
             ("tfcdo", 4, profile.REDUCE, (2,), 0, 3.0, 5.0),
             ("tfcdo", 4, profile.REDUCE, (2,), 0, 6.0, 9.0),
             ("tfcdo", 4, profile.BROADCAST, (0,), 1, 9.0, 9.5),
+            ("tfcdo", 4, profile.REDUCE, (1,), 0, 9.7, 10.0),
         ]
         self.assertEqual(profile.find(events, [plan]), [profile.EdgeRun(*run) for run in wanted])
 

@@ -44,7 +44,7 @@ class Event:
     start: float  # In seconds since the profile began.
     end: float
     line: str  # The thread or stream.
-    # For an op that sends to another device: the op that receives, and both devices' full names.
+    # For a copy to another device: the op that receives, and both devices' full names.
     receiver: str = ""
     from_device: str = ""
     to_device: str = ""
@@ -129,7 +129,7 @@ def _copies(
 
 @dataclasses.dataclass(frozen=True)
 class _Send:
-    """An op that sends a pack to another device; `numbered` is the target of the edge's name."""
+    """A copy of a pack to another device; `numbered` is the target of the edge's name."""
 
     event: Event
     name: re.Match[str]
@@ -138,7 +138,9 @@ class _Send:
 
 
 def _send_of(event: Event) -> _Send | None:
-    if event.op != "_Send":
+    # On CPUs a copy is part of the op that sends. Between GPUs it is an event of a stream, with the
+    # name of the op that came second: only then can it begin.
+    if event.op not in ("_Send", "_Recv") or not event.from_device:
         return None
     to_edge = _EDGE.search(event.receiver)
     if to_edge:
@@ -168,7 +170,7 @@ def _devices_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) 
 def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:
     receives = collections.defaultdict(list)
     for event in events:
-        if event.op == "_Recv":
+        if event.op == "_Recv" and not event.from_device:
             receives[event.name].append(event)
     return {name: sorted(ones, key=lambda one: one.end) for name, ones in receives.items()}
 
@@ -176,7 +178,8 @@ def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:
 def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, float]:
     """Returns the time from when both ends are ready until the tensor has arrived."""
     sent = _SENT.fullmatch(send.name)
-    ones = receives.get(f"{sent[1]}{int(sent[2]) + 1}", []) if sent else []
+    name = f"{sent[1]}{int(sent[2]) + 1}" if sent and send.op == "_Send" else send.name
+    ones = receives.get(name, [])
     first = bisect.bisect_left(ones, send.start, key=lambda one: one.end)
     if first == len(ones):
         return send.start, send.end

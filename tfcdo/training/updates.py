@@ -183,13 +183,23 @@ def summed(
     if at:
         paths = [keras_internals.path_of(variables[i]) for i in at]
         sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
+        _note_updates_by_rows(strategy, paths, sums)
         for i, total in zip(at, sums, strict=True):
             own = tf_internals.components(total)
-            if isinstance(own[0], tf.IndexedSlices):
-                strategy.extended.updated_by_rows.add(keras_internals.path_of(variables[i]))
             added = _rows_as_on_one_device(strategy, own, grads[i])
             results[i] = total if added is own else tf_internals.per_replica(added)
     return [results.get(i) for i in range(len(grads))]
+
+
+def _note_updates_by_rows(
+    strategy: tf.distribute.Strategy, paths: Sequence[str], sums: Sequence[Any]
+) -> None:
+    """Notes which variables replicas may update in another order than others do."""
+    first = [tf_internals.components(total)[0] for total in sums]
+    of_rows = zip(paths, first, strict=True)
+    strategy.extended.updated_by_rows.update(
+        path for path, one in of_rows if isinstance(one, tf.IndexedSlices)
+    )
 
 
 def _rows_as_on_one_device(
@@ -404,6 +414,7 @@ def _update_shards(
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
     paths = [keras_internals.path_of(variable) for variable in variables]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
+    _note_updates_by_rows(strategy, paths, owned.sums)
     sums = [
         _rows_as_on_one_device(strategy, [total], grad)[0]
         for total, grad in zip(owned.sums, grads, strict=True)
