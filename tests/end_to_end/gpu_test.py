@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import collections
 import functools
 import itertools
+import pathlib
+import tempfile
 import unittest
 from collections.abc import Sequence
 from typing import Any
@@ -113,6 +116,18 @@ class CopyTreesTest(GpuTest):
         options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": BATCH}
         options |= {"strategy": strategy, "sharded": shards}
         self.check_as_on_one_device(make, *dense_data(BATCH + 5), **options)
+
+    def test_a_trace_has_all_copies(self):
+        ops, devices = tfcdo.ReductionToOneDevice(), parts(3)
+        own = tu.per_replica([tf.ones([60_000])] * 3, devices)
+        step = tf.function(lambda: ops.reduce(SUM, own, own).values, autograph=False)
+        step()
+        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
+        with tfcdo.trace(path) as traced:
+            for _ in range(5):
+                step()
+        kinds = collections.Counter(run.kind for run in traced.recording.runs)
+        self.assertEqual(kinds, {"reduce": 10, "add": 5, "broadcast": 10})
 
     def test_nccl_says_why_it_cannot_run(self):
         status = tfcdo.nccl_status(parts(2))

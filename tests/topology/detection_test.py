@@ -177,6 +177,9 @@ class DetectTest(parameterized.TestCase):
             self.assert_nvlinks((0, 1), {(0, 1): 5})
         with self.tensorflow_with("CPU:0", "GPU:1", "GPU:3", cut_in_two="GPU:1"):
             self.assert_all_to_all("several of these .* are one GPU", "GPU:0", "GPU:1", "GPU:2")
+            found, (line,) = self.detect("GPU:1", "GPU:0")
+            self.assertEqual(found, topology.preset("shared_memory", 2))
+            self.assertIn("logical devices of one GPU", line)
 
 
 class NamesTest(absltest.TestCase):

@@ -26,10 +26,10 @@ def detect(devices: Sequence[str]) -> Topology:
     """Returns the topology of some devices of this machine.
 
     GPUs are joined as `nvidia-smi topo -m` reports, or, if it does not run, all to all. CPU devices
-    are `shared_memory`, as are unknown ones if TensorFlow sees nothing but CPUs. All others are
-    taken as joined all to all: devices of several types or hosts, unknown ones, and logical GPUs of
-    one physical GPU. The result is logged (level INFO) the first time. Measurements are not looked
-    for: pass them as `topology=`.
+    are `shared_memory`, as are unknown ones if TensorFlow sees nothing but CPUs, and the logical
+    devices of one GPU. All others are taken as joined all to all: devices of several types or
+    hosts, unknown ones, and several GPUs of which one is cut. The result is logged (level INFO) the
+    first time. Measurements are not looked for: pass them as `topology=`.
 
     Args:
       devices: TensorFlow device names; "" for an unknown device.
@@ -104,6 +104,8 @@ def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
         reason = "these are not the CPUs of one host, nor its GPUs; pass topology= to say more"
         return preset("fully_connected", len(devices)), reason
     visible_gpus = _visible_gpus(indices)
+    if len(visible_gpus) > len(set(visible_gpus)) == 1:
+        return preset("shared_memory", len(devices)), "logical devices of one GPU"
     try:
         if len(set(visible_gpus)) < len(visible_gpus):
             raise _NvidiaSmiError("several of these devices are one GPU")
