@@ -126,7 +126,8 @@ class CopyTreesTest(GpuTest):
         with tfcdo.trace(path) as traced:
             for _ in range(5):
                 step()
-        kinds = collections.Counter(run.kind for run in traced.recording.runs)
+        recorded: Any = traced.recording
+        kinds = collections.Counter(run.kind for run in recorded.runs)
         self.assertEqual(kinds, {"reduce": 10, "add": 5, "broadcast": 10})
 
     def test_nccl_says_why_it_cannot_run(self):
