@@ -279,11 +279,10 @@ def _about_machine(report: Report) -> Iterator[Finding]:
         seen = f"nvidia-smi shows {num_driver_gpus} GPUs, and TensorFlow {num_gpus or 'none'}"
         yield Finding(NOTE, seen, remedy)
     if machine.on_cpu:
-        few = {0: "no GPU", 1: "one GPU, which has nothing to all-reduce with"}
+        none = "" if num_gpus else "TensorFlow sees no GPU: "
         yield Finding(
             NOTE,
-            f"TensorFlow sees {few.get(num_gpus, f'{num_gpus} GPUs')}: what follows is about "
-            f"{machine.description}",
+            f"{none}what follows is about {machine.description}",
             "none needed to try things; to train on several GPUs, run this where they are",
         )
     else:
