@@ -69,6 +69,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
+    (_compile_utils, "get_loss", ("identifier", "y_true", "y_pred")),
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
@@ -315,6 +316,11 @@ def fitting(model: Any) -> Iterator[None]:
         model.train_function = getattr(model.train_function, "stands_for", model.train_function)
 
 
+def has_own_call(loss: Any) -> bool:
+    """Returns whether a user's `__call__` stands in place of Keras's, which scales a loss."""
+    return inspect.unwrap(type(loss).__call__) is not inspect.unwrap(keras.losses.Loss.__call__)
+
+
 def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     """Returns metrics as `train_on_batch` does without `return_dict`: a list, or one number."""
     return model._flatten_metrics_in_order(logs)
@@ -475,6 +481,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 RANDOM = _random
 LOSSES = _loss
 TRAINER = _trainer
+COMPILE_UTILS = _compile_utils
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

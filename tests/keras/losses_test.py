@@ -60,7 +60,8 @@ class LossesTest(kt.TrainingTestCase):
         tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
         self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
-    def test_losses_of_a_whole_batch(self):
+    @parameterized.parameters(False, True)
+    def test_losses_of_a_whole_batch(self, own_call):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
@@ -68,12 +69,15 @@ class LossesTest(kt.TrainingTestCase):
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.cos(inputs), -1, keepdims=True))
                 return inputs
 
-        def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+        def loss(targets: tf.Tensor, outputs: tf.Tensor, weights: Any = None) -> tf.Tensor:
             return keras.ops.mean(keras.ops.square(targets - outputs))
 
+        class Own(keras.losses.Loss):  # As in Keras's example of clustering.
+            __call__ = staticmethod(loss)
+
         def make(run_eagerly: bool) -> keras.Model:
-            layers = [*kt.dense_layers(), Activity()]
-            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, loss)
+            layers, chosen = [*kt.dense_layers(), Activity()], Own() if own_call else loss
+            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, chosen)
 
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
