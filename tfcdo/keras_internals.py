@@ -41,6 +41,7 @@ WRAPPERS = tuple(
 NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
     (BaseOptimizer, "build", ("self", "variables")),
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_check_variables_are_known", ("self", "variables")),
@@ -210,10 +211,16 @@ def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
 
 
+def has_own(optimizer: Any, name: str) -> bool:
+    """Returns whether a user's class has a method of its own in place of Keras's optimizers'."""
+    methods = (getattr(one, name) for one in (type(optimizer), BaseOptimizer))
+    return len(set(map(inspect.unwrap, methods))) > 1
+
+
 def accumulates_parts(leaf: Any) -> bool:
     """Returns whether each replica accumulates its own gradients, to be summed for an update."""
     # A user's own `apply`, which need not be linear, gets the sum of each step.
-    own = inspect.unwrap(type(leaf).apply) is not inspect.unwrap(BaseOptimizer.apply)
+    own = has_own(leaf, "apply") or has_own(leaf, "apply_gradients")
     return bool(leaf.gradient_accumulation_steps) and not own
 
 
