@@ -104,8 +104,7 @@ class UpdatesTest(kt.TrainingTestCase):
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
         expected = kt.fitted(1, make)
         for sharded in (False, True)[: 1 + (name == "apply")]:
-            model = kt.fitted(2, make, shard_optimizer_state=sharded)
-            self.assert_same_training(expected, model)
+            self.assert_same_training(expected, kt.fitted(2, make, shard_optimizer_state=sharded))
         accumulating = functools.partial(make, gradient_accumulation_steps=2)
         self.assert_same_training(*(kt.fitted(count, accumulating) for count in (1, 2)))
         with self.assertRaisesRegex(ValueError, "must be .*shard_optimizer_state=True|of its own"):
