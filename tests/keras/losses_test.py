@@ -69,7 +69,7 @@ class LossesTest(kt.TrainingTestCase):
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.cos(inputs), -1, keepdims=True))
                 return inputs
 
-        class Own(base):  # As in Keras's example of clustering.
+        class Own(base):  # type: ignore[misc, valid-type]
             def __call__(self, targets: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
                 return keras.ops.mean(keras.ops.square(targets - outputs))
 
