@@ -41,6 +41,7 @@ WRAPPERS = tuple(
 NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
+    (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
     (BaseOptimizer, "build", ("self", "variables")),
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_check_variables_are_known", ("self", "variables")),
@@ -69,6 +70,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
+    (_compile_utils, "get_loss", ("identifier", "y_true", "y_pred")),
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
@@ -209,10 +211,16 @@ def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
 
 
+def has_own(optimizer: Any, name: str) -> bool:
+    """Returns whether a user's class has a method of its own in place of Keras's optimizers'."""
+    methods = (getattr(one, name) for one in (type(optimizer), BaseOptimizer))
+    return len(set(map(inspect.unwrap, methods))) > 1
+
+
 def accumulates_parts(leaf: Any) -> bool:
     """Returns whether each replica accumulates its own gradients, to be summed for an update."""
     # A user's own `apply`, which need not be linear, gets the sum of each step.
-    own = inspect.unwrap(type(leaf).apply) is not inspect.unwrap(BaseOptimizer.apply)
+    own = has_own(leaf, "apply") or has_own(leaf, "apply_gradients")
     return bool(leaf.gradient_accumulation_steps) and not own
 
 
@@ -313,6 +321,11 @@ def fitting(model: Any) -> Iterator[None]:
             _resumed.discard(model)
             model._initial_epoch = None
         model.train_function = getattr(model.train_function, "stands_for", model.train_function)
+
+
+def has_own_call(loss: Any) -> bool:
+    """Returns whether a user's `__call__` stands in place of Keras's, which scales a loss."""
+    return inspect.unwrap(type(loss).__call__) is not inspect.unwrap(keras.losses.Loss.__call__)
 
 
 def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
@@ -475,6 +488,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 RANDOM = _random
 LOSSES = _loss
 TRAINER = _trainer
+COMPILE_UTILS = _compile_utils
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

@@ -84,7 +84,8 @@ class UpdatesTest(kt.TrainingTestCase):
         self.assert_same_training(with_callbacks(1), model)
         self.assertAllClose(0.2 / 4, model.optimizer.learning_rate)
 
-    def test_an_optimizer_of_the_user(self):
+    @parameterized.parameters("apply", "apply_gradients")
+    def test_an_optimizer_of_the_user(self, name):
         class SignedMomentum(ko.Optimizer):
             def build(self, variables: Any) -> None:
                 super().build(variables)
@@ -95,19 +96,20 @@ class UpdatesTest(kt.TrainingTestCase):
                 self.assign(momentum, 0.5 * momentum + gradient)
                 self.assign_sub(variable, learning_rate * keras.ops.tanh(momentum))
 
-            def apply(self, grads: Any, trainable_variables: Any = None) -> Any:
-                # Not linear: it must get the sums.
-                return super().apply([grad * abs(grad) for grad in grads], trainable_variables)
+        def own(self: Any, *args: Any) -> Any:  # Not linear: it must get the sums.
+            grads, variables = args if name == "apply" else zip(*args[0], strict=True)
+            return ko.Optimizer.apply(self, [grad * abs(grad) for grad in grads], variables)
 
+        setattr(SignedMomentum, name, own)
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
-        expected = kt.trained_eagerly(1, make)
-        for sharded in (False, True):
-            model = kt.trained_eagerly(2, make, shard_optimizer_state=sharded)
-            self.assert_same_training(expected, model)
+        expected = kt.fitted(1, make)
+        for sharded in (False, True)[: 1 + (name == "apply")]:
+            self.assert_same_training(expected, kt.fitted(2, make, shard_optimizer_state=sharded))
         accumulating = functools.partial(make, gradient_accumulation_steps=2)
-        self.assert_same_training(*(kt.trained_eagerly(count, accumulating) for count in (1, 2)))
-        with self.assertRaisesRegex(ValueError, "must be None with shard_optimizer_state=True"):
-            kt.trained_eagerly(2, accumulating, shard_optimizer_state=True)
+        self.assert_same_training(*(kt.fitted(count, accumulating) for count in (1, 2)))
+        refused = "must be None with shard" if name == "apply" else "`apply_gradients` of its own"
+        with self.assertRaisesRegex(ValueError, refused):
+            kt.fitted(2, accumulating, shard_optimizer_state=True)
 
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""

@@ -7,6 +7,7 @@ is for losses that compare the examples of a batch.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,26 @@ def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **k
         return own(loss, y_true, y_pred, *args, **kw)
     with step.changed(reports=True):
         return own(loss, y_true, y_pred, *args, **kw)
+
+
+def resolved(own: Function, *args: Any) -> Any:
+    """Stands for `get_loss`, which finds a loss of `compile`: one with a `__call__` of its own."""
+    loss = own(*args)
+    if loss is None or not keras_internals.has_own_call(loss):
+        return loss
+    called: Any = functools.partial(_called, loss)
+    called.name = loss.name
+    return called
+
+
+def _called(loss: Any, *args: Any) -> Any:
+    """Calls a loss whose own `__call__` may return a mean, which Keras then does not scale."""
+    here = step.current_several()
+    before = 0 if here is None else len(here.losses)
+    value = loss(*args)
+    if here is None or len(here.losses) > before or tf.convert_to_tensor(value).shape.rank:
+        return value
+    return here.loss(here.keep(value * here.share(value.dtype)))
 
 
 def reduced(

@@ -83,6 +83,7 @@ def install() -> None:
     extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
     extend(keras_internals.LOSSES, "apply_mask", losses.masked)
     extend(keras_internals.CompileLoss, "call", losses.compiled)
+    extend(keras_internals.COMPILE_UTILS, "get_loss", losses.resolved)
     extend(keras.Model, "compute_loss", losses.computed)
     extend(trainer, "_aggregate_additional_loss", losses.additional)
     extend(keras.metrics.Mean, "update_state", losses.averaged)
@@ -109,9 +110,14 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums. A
         # class's own `build` makes variables, too, before and after Keras's.
-        for name, function in (("apply", updates.apply), ("build", _in_scope)):
-            users = next(one for one in type(optimizer).__mro__ if name in vars(one))
-            keras_internals.extend(users, name, function)
+        for name, function in (
+            ("apply", updates.apply),
+            ("apply_gradients", updates.apply_gradients),
+            ("build", _in_scope),
+        ):
+            if keras_internals.has_own(optimizer, name):
+                users = next(one for one in type(optimizer).__mro__ if name in vars(one))
+                keras_internals.extend(users, name, function)
     with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -133,6 +139,12 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
         updates.check_made_here(optimizer, ours, variables)
     extended = _extended_of(optimizer)
     if extended is not None and extended.shard_optimizer_state and not optimizer.built:
+        if keras_internals.has_own(optimizer, "apply_gradients"):
+            raise ValueError(
+                "shard_optimizer_state must be False for an optimizer with an `apply_gradients` of "
+                f"its own, {type(optimizer).__name__}, which would get each replica's part of a "
+                "gradient; got True: override `apply` or `update_step`"
+            )
         steps = optimizer.gradient_accumulation_steps
         if steps and not keras_internals.accumulates_parts(optimizer):
             raise ValueError(

@@ -40,6 +40,18 @@ def apply(own: Call, optimizer: Any, grads: Any, trainable_variables: Any = None
     return _between_hosts(optimizer, variables, update)
 
 
+def apply_gradients(
+    own: Function, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any
+) -> Any:
+    """Stands for a user's own `apply_gradients`, which gets the sums as an `apply` does."""
+
+    def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
+        return own(optimizer, zip(grads, variables, strict=True), *args, **kwargs)
+
+    pairs = list(grads_and_vars)
+    return apply(own_apply, optimizer, [grad for grad, _ in pairs], [one for _, one in pairs])
+
+
 def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[Any] | None) -> Any:
     """Applies gradients of this replica."""
     strategy = tf.distribute.get_strategy()
