@@ -60,8 +60,8 @@ class LossesTest(kt.TrainingTestCase):
         tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
         self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
-    @parameterized.parameters(object, keras.losses.Loss)
-    def test_losses_of_a_whole_batch(self, base):
+    @parameterized.parameters((object,), (keras.losses.Loss,), (keras.losses.Loss, "sum"))
+    def test_losses_of_a_whole_batch(self, base, *how):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
@@ -71,11 +71,12 @@ class LossesTest(kt.TrainingTestCase):
 
         class Own(base):  # type: ignore[misc, valid-type]
             def __call__(self, targets: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-                return keras.ops.mean(keras.ops.square(targets - outputs))
+                return getattr(keras.ops, *how or ["mean"])(keras.ops.square(targets - outputs))
 
         def make(run_eagerly: bool) -> keras.Model:
             layers = [*kt.dense_layers(), Activity()]
-            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.1), run_eagerly, Own())
+            own = Own(reduction=how[0]) if how else Own()
+            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.01), run_eagerly, own)
 
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)

@@ -72,7 +72,9 @@ def _called(loss: Any, *args: Any) -> Any:
     here = step.current_several()
     before = 0 if here is None else len(here.losses)
     value = loss(*args)
-    if here is None or len(here.losses) > before or tf.convert_to_tensor(value).shape.rank:
+    if here is None or len(here.losses) > before or loss.reduction == "sum":
+        return value
+    if tf.convert_to_tensor(value).shape.rank:
         return value
     return here.loss(here.keep(value * here.share(value.dtype)))
 
