@@ -68,6 +68,8 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
+    (keras.losses.Loss, "__call__", ("self", "y_true", "y_pred", "sample_weight")),
+    (keras.metrics.MeanMetricWrapper, "update_state", ("self", "y_true", "y_pred")),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),

@@ -7,6 +7,7 @@ is for losses that compare the examples of a batch.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable
 from typing import Any
 
@@ -54,6 +55,25 @@ def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **k
         return own(loss, y_true, y_pred, *args, **kw)
     with step.changed(reports=True):
         return own(loss, y_true, y_pred, *args, **kw)
+
+
+def called(own: Function, loss: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `Loss.__call__`: a mean's caller that takes a mean, too, gets this replica's."""
+    here = step.current_several()
+    if here is None:
+        return own(loss, *args, **kwargs)
+    with step.changed(averages=loss.reduction not in (None, "none", "sum")):
+        part = own(loss, *args, **kwargs)
+    if not here.averages or id(part) not in here.losses:
+        return part
+    return tf.math.divide_no_nan(part, here.share(part.dtype))  # The caller multiplies by it.
+
+
+def wrapped(own: Function, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `MeanMetricWrapper.update_state`, whose function may call losses."""
+    here = step.current_several()
+    with contextlib.nullcontext() if here is None else step.changed(averages=True):
+        return own(metric, *args, **kwargs)
 
 
 def reduced(

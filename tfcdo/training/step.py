@@ -52,6 +52,7 @@ class ReplicaStep:
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
+    averages: bool = False  # A loss or metric runs that takes a mean of what is computed in it.
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
 
     @property
