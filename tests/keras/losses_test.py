@@ -106,18 +106,19 @@ class LossesTest(kt.TrainingTestCase):
         self.assertIn("3 replicas. Give all losses", warned.call_args.args[0])
 
     def test_metrics_of_one_number(self):
-        """Functions that return a mean: of the user's, a loss, and a sum of both, as a loss too."""
+        """Functions that return a mean: one of the user's, a loss, and one with a loss in it."""
 
         def error(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.abs(targets - outputs))
 
-        def both(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
-            return keras.losses.MeanSquaredError()(targets, outputs) + error(targets, outputs)
+        def both(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+            return keras.losses.MeanSquaredError()(y, x) + keras.losses.mean_absolute_error(y, x)
 
         metrics = [error, keras.losses.MeanSquaredError(name="x"), both]
         make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=both, metrics=metrics)
-        data = kt.dense_data(15)
-        self.check_as_on_one_device(make, *data, batch_size=7, validation_data=data)
+        data, weights = kt.dense_data(15), np.arange(15.0)
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": data}
+        self.check_as_on_one_device(make, *data, sample_weight=weights, **options)
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):

@@ -57,23 +57,33 @@ def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **k
         return own(loss, y_true, y_pred, *args, **kw)
 
 
-def called(own: Function, loss: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `Loss.__call__`: a mean's caller that takes a mean, too, gets this replica's."""
+def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Stands for `Loss.__call__`, which a loss function or a metric's function may call, too."""
     here = step.current_several()
     if here is None:
-        return own(loss, *args, **kwargs)
-    with step.changed(averages=loss.reduction not in (None, "none", "sum")):
-        part = own(loss, *args, **kwargs)
-    if not here.averages or id(part) not in here.losses:
-        return part
-    return tf.math.divide_no_nan(part, here.share(part.dtype))  # The caller multiplies by it.
+        return own(loss, y_true, y_pred, sample_weight)
+    of_inner = _of_inner(y_pred, sample_weight, loss.reduction)
+    with step.changed(of_inner=of_inner):
+        part = own(loss, y_true, y_pred, sample_weight)
+    return here.of_inner(part) if here.of_inner and id(part) in here.losses else part
 
 
-def wrapped(own: Function, metric: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `MeanMetricWrapper.update_state`, whose function may call losses."""
+def wrapped(own: Function, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Stands for `MeanMetricWrapper.update_state`."""
     here = step.current_several()
-    with contextlib.nullcontext() if here is None else step.changed(averages=True):
-        return own(metric, *args, **kwargs)
+    of_inner = _of_inner(y_pred, sample_weight, "mean")
+    with contextlib.nullcontext() if here is None else step.changed(of_inner=of_inner):
+        return own(metric, y_true, y_pred, sample_weight)
+
+
+def _of_inner(y_pred: Any, sample_weight: Any, reduction: Any) -> Any:
+    """Returns what makes a loss's part the number that another loss, which calls it, expects."""
+    if sample_weight is not None or keras_internals.has_mask(y_pred):
+        return step.summed  # The other one multiplies by this replica's part of all weights.
+    if reduction in (None, "none", "sum"):
+        return None
+    here = step.current_several()  # It multiplies by the share of rows.
+    return lambda part: tf.math.divide_no_nan(part, here.share(part.dtype)) if here else part
 
 
 def reduced(
