@@ -69,6 +69,12 @@ NAMES: tuple[private_names.Member, ...] = (
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),
     (_loss, "unscale_loss_for_distribution", ("value",)),
+    (keras.losses.Loss, "__call__", ("self", "y_true", "y_pred", "sample_weight")),
+    (
+        keras.metrics.MeanMetricWrapper,
+        "update_state",
+        ("self", "y_true", "y_pred", "sample_weight"),
+    ),
     (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
     (_compile_utils, "get_loss", ("identifier", "y_true", "y_pred")),
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
@@ -345,6 +351,11 @@ def building(model: Any) -> Iterator[None]:
         of_keras = all(getattr(type(model), name) is getattr(Trainer, name) for name in names)
         if of_keras and not model.built:
             raise
+
+
+def has_mask(values: Any) -> bool:
+    """Returns whether a layer has given a mask with one of some outputs."""
+    return any(getattr(one, "_keras_mask", None) is not None for one in tf.nest.flatten(values))
 
 
 def take_added(layer: Any) -> list[Any]:

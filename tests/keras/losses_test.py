@@ -109,15 +109,19 @@ class LossesTest(kt.TrainingTestCase):
         self.assertIn("3 replicas. Give all losses", warned.call_args.args[0])
 
     def test_metrics_of_one_number(self):
-        """Functions that return a mean: one of the user's, and a loss."""
+        """Functions that return a mean: one of the user's, a loss, and one with a loss in it."""
 
         def error(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.abs(targets - outputs))
 
-        metrics = [error, keras.losses.MeanSquaredError(name="squares")]
-        make = functools.partial(kt.model_of, kt.dense_layers, "sgd", metrics=metrics)
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": kt.dense_data(12)}
-        self.check_as_on_one_device(make, *kt.dense_data(15), **options)
+        def both(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+            return keras.losses.MeanSquaredError()(y, x) + keras.losses.mean_absolute_error(y, x)
+
+        metrics = [error, keras.losses.MeanSquaredError(name="x"), both]
+        make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=both, metrics=metrics)
+        data, weights = kt.dense_data(15), np.arange(15.0)
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": data}
+        self.check_as_on_one_device(make, *data, sample_weight=weights, **options)
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):
@@ -274,11 +278,7 @@ class LossesTest(kt.TrainingTestCase):
         with strategy.scope():
             model = kt.model_of(kt.dense_layers, "sgd")
         data = tf.data.Dataset.from_tensor_slices(kt.dense_data(5)).batch(3)
-
-        @tf.function
-        def step(batch: Any) -> Any:
-            return strategy.run(lambda batch: model(batch[0]), (batch,))
-
+        step = tf.function(lambda batch: strategy.run(lambda part: model(part[0]), (batch,)))
         first, last = strategy.experimental_distribute_dataset(data)
         step(first)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):

@@ -7,6 +7,7 @@ is for losses that compare the examples of a batch.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -62,12 +63,12 @@ def resolved(own: Function, *args: Any) -> Any:
     loss = own(*args)
     if loss is None or not keras_internals.has_own_call(loss):
         return loss
-    called: Any = functools.partial(_called, loss)
-    called.name = loss.name
-    return called
+    scaled: Any = functools.partial(_scaled, loss)
+    scaled.name = loss.name
+    return scaled
 
 
-def _called(loss: Any, *args: Any) -> Any:
+def _scaled(loss: Any, *args: Any) -> Any:
     """Calls a loss whose own `__call__` may return a mean, which Keras then does not scale."""
     here = step.current_several()
     before = 0 if here is None else len(here.losses)
@@ -77,6 +78,35 @@ def _called(loss: Any, *args: Any) -> Any:
     if tf.convert_to_tensor(value).shape.rank:
         return value
     return here.loss(here.keep(value * here.share(value.dtype)))
+
+
+def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Stands for `Loss.__call__`, which a loss function or a metric's function may call, too."""
+    here = step.current_several()
+    if here is None:
+        return own(loss, y_true, y_pred, sample_weight)
+    of_inner = _of_inner(y_pred, sample_weight, loss.reduction)
+    with step.changed(of_inner=of_inner):
+        part = own(loss, y_true, y_pred, sample_weight)
+    return here.of_inner(part) if here.of_inner and id(part) in here.losses else part
+
+
+def wrapped(own: Function, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Stands for `MeanMetricWrapper.update_state`."""
+    here = step.current_several()
+    of_inner = _of_inner(y_pred, sample_weight, "mean")
+    with contextlib.nullcontext() if here is None else step.changed(of_inner=of_inner):
+        return own(metric, y_true, y_pred, sample_weight)
+
+
+def _of_inner(y_pred: Any, sample_weight: Any, reduction: Any) -> Any:
+    """Returns what makes a loss's part the number that another loss, which calls it, expects."""
+    if sample_weight is not None or keras_internals.has_mask(y_pred):
+        return step.summed  # The other one multiplies by this replica's part of all weights.
+    if reduction in (None, "none", "sum"):
+        return None
+    here = step.current_several()  # It multiplies by the share of rows.
+    return lambda part: tf.math.divide_no_nan(part, here.share(part.dtype)) if here else part
 
 
 def reduced(

@@ -84,6 +84,8 @@ def install() -> None:
     extend(keras_internals.LOSSES, "apply_mask", losses.masked)
     extend(keras_internals.CompileLoss, "call", losses.compiled)
     extend(keras_internals.COMPILE_UTILS, "get_loss", losses.resolved)
+    extend(keras.losses.Loss, "__call__", losses.called)
+    extend(keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped)
     extend(keras.Model, "compute_loss", losses.computed)
     extend(trainer, "_aggregate_additional_loss", losses.additional)
     extend(keras.metrics.Mean, "update_state", losses.averaged)

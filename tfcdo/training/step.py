@@ -52,6 +52,8 @@ class ReplicaStep:
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
+    # In a loss or metric: makes a loss that it calls the number that it expects, see `losses.py`.
+    of_inner: Callable[[Any], Any] | None = None
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
 
     @property
