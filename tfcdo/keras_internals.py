@@ -217,10 +217,9 @@ def accumulators(leaf: Any, variables: Sequence[Any]) -> list[Any]:
     return [leaf._accumulated_gradients[leaf._get_variable_index(one)] for one in variables]
 
 
-def has_own(optimizer: Any, name: str) -> bool:
-    """Returns whether a user's class has a method of its own in place of Keras's optimizers'."""
-    methods = (getattr(one, name) for one in (type(optimizer), BaseOptimizer))
-    return len(set(map(inspect.unwrap, methods))) > 1
+def has_own(one: Any, name: str, base: type = BaseOptimizer) -> bool:
+    """Returns whether an object's class has a method of its own in place of its base's."""
+    return inspect.unwrap(getattr(type(one), name)) is not inspect.unwrap(getattr(base, name))
 
 
 def accumulates_parts(leaf: Any) -> bool:
@@ -240,7 +239,7 @@ def changes_all_rows(leaf: Any, variable: Any) -> bool:
     return (
         bool(leaf.weight_decay or leaf.ema_overwrite_frequency)
         or getattr(variable, "constraint", None) is not None
-        or inspect.unwrap(type(leaf)._apply_weight_decay) is not TFOptimizer._apply_weight_decay
+        or has_own(leaf, "_apply_weight_decay", TFOptimizer)
     )
 
 
@@ -327,11 +326,6 @@ def fitting(model: Any) -> Iterator[None]:
             _resumed.discard(model)
             model._initial_epoch = None
         model.train_function = getattr(model.train_function, "stands_for", model.train_function)
-
-
-def has_own_call(loss: Any) -> bool:
-    """Returns whether a user's `__call__` stands in place of Keras's, which scales a loss."""
-    return inspect.unwrap(type(loss).__call__) is not inspect.unwrap(keras.losses.Loss.__call__)
 
 
 def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:

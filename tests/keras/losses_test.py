@@ -60,8 +60,8 @@ class LossesTest(kt.TrainingTestCase):
         tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
         self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
-    @parameterized.parameters((object,), (keras.losses.Loss,), (keras.losses.Loss, "sum"))
-    def test_losses_of_a_whole_batch(self, base, *how):
+    @parameterized.parameters(None, "sum_over_batch_size", "sum")
+    def test_losses_of_a_whole_batch(self, reduction):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
@@ -69,14 +69,20 @@ class LossesTest(kt.TrainingTestCase):
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.cos(inputs), -1, keepdims=True))
                 return inputs
 
-        class Own(base):  # type: ignore[misc, valid-type]
+        def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
+            squares = keras.ops.square(targets - outputs)
+            return keras.ops.sum(squares) if reduction == "sum" else keras.ops.mean(squares)
+
+        class Own(keras.losses.Loss):
             def __call__(self, targets: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-                return getattr(keras.ops, *how or ["mean"])(keras.ops.square(targets - outputs))
+                return loss(targets, outputs)
 
         def make(run_eagerly: bool) -> keras.Model:
-            layers = [*kt.dense_layers(), Activity()]
-            own = Own(reduction=how[0]) if how else Own()
-            return kt.model_of(lambda: layers, keras.optimizers.SGD(0.01), run_eagerly, own)
+            layers, used = [*kt.dense_layers(), Activity()], loss
+            if reduction:
+                used = Own(reduction=reduction)
+            sgd = keras.optimizers.SGD(0.01 if reduction == "sum" else 0.1)
+            return kt.model_of(lambda: layers, sgd, run_eagerly, used)
 
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)

@@ -7,7 +7,6 @@ is for losses that compare the examples of a batch.
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections.abc import Callable
 from typing import Any
@@ -61,7 +60,7 @@ def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **k
 def resolved(own: Function, *args: Any) -> Any:
     """Stands for `get_loss`, which finds a loss of `compile`: one with a `__call__` of its own."""
     loss = own(*args)
-    if loss is None or not keras_internals.has_own_call(loss):
+    if loss is None or not keras_internals.has_own(loss, "__call__", keras.losses.Loss):
         return loss
     scaled: Any = functools.partial(_scaled, loss)
     scaled.name = loss.name
@@ -73,11 +72,14 @@ def _scaled(loss: Any, *args: Any) -> Any:
     here = step.current_several()
     before = 0 if here is None else len(here.losses)
     value = loss(*args)
-    if here is None or len(here.losses) > before or loss.reduction == "sum":
+    if here is None or len(here.losses) > before or tf.convert_to_tensor(value).shape.rank:
         return value
-    if tf.convert_to_tensor(value).shape.rank:
-        return value
-    return here.loss(here.keep(value * here.share(value.dtype)))
+    return _of_batch(here, here.keep(value), loss.reduction)
+
+
+def _of_batch(here: step.ReplicaStep, value: Any, reduction: Any) -> Any:
+    """Returns this replica's part of a loss of the whole batch, which Keras does not scale."""
+    return here.loss(value if reduction == "sum" else value * here.share(value.dtype))
 
 
 def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
@@ -85,8 +87,7 @@ def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: An
     here = step.current_several()
     if here is None:
         return own(loss, y_true, y_pred, sample_weight)
-    of_inner = _of_inner(y_pred, sample_weight, loss.reduction)
-    with step.changed(of_inner=of_inner):
+    with step.changed(of_inner=_of_inner(here, y_pred, sample_weight, loss.reduction)):
         part = own(loss, y_true, y_pred, sample_weight)
     return here.of_inner(part) if here.of_inner and id(part) in here.losses else part
 
@@ -94,19 +95,20 @@ def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: An
 def wrapped(own: Function, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
     """Stands for `MeanMetricWrapper.update_state`."""
     here = step.current_several()
-    of_inner = _of_inner(y_pred, sample_weight, "mean")
-    with contextlib.nullcontext() if here is None else step.changed(of_inner=of_inner):
+    if here is None:
+        return own(metric, y_true, y_pred, sample_weight)
+    with step.changed(of_inner=_of_inner(here, y_pred, sample_weight, "mean")):
         return own(metric, y_true, y_pred, sample_weight)
 
 
-def _of_inner(y_pred: Any, sample_weight: Any, reduction: Any) -> Any:
+def _of_inner(here: step.ReplicaStep, y_pred: Any, sample_weight: Any, reduction: Any) -> Any:
     """Returns what makes a loss's part the number that another loss, which calls it, expects."""
     if sample_weight is not None or keras_internals.has_mask(y_pred):
         return step.summed  # The other one multiplies by this replica's part of all weights.
     if reduction in (None, "none", "sum"):
         return None
-    here = step.current_several()  # It multiplies by the share of rows.
-    return lambda part: tf.math.divide_no_nan(part, here.share(part.dtype)) if here else part
+    # It multiplies by the share of rows.
+    return lambda part: tf.math.divide_no_nan(part, here.share(part.dtype))
 
 
 def reduced(
@@ -119,8 +121,8 @@ def reduced(
     values = here.keep(values)
     if tuple(values.shape) == (0,):  # Keras would return it; other replicas have a number.
         return here.loss(tf.reduce_sum(values))
-    if values.shape.rank == 0:  # A loss of the whole batch, such as Dice: Keras does not scale it.
-        return here.loss(values if reduction == "sum" else values * here.share(values.dtype))
+    if values.shape.rank == 0:  # As of Dice.
+        return _of_batch(here, values, reduction)
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = step.summed(tf.reduce_sum(here.keep(tf.cast(sample_weight, values.dtype))))
         return here.loss(tf.math.divide_no_nan(tf.reduce_sum(values), total))
