@@ -17,8 +17,8 @@ _SCHEDULES = int(os.environ.get("TFCDO_SCHEDULES", "20000"))
 # A broken rule: its words, others, what the simulator says then, and a schedule soon before it.
 _MUTANTS = {
     "meeting without a host": ("host in range(1, len(", "host in range(2, len(", "without a host"),
-    "ended host counts": ("if other != connection", "if True", "known to have gone", 760),
-    "restart is ignored": ("[host] = connection", ".setdefault(host, connection)", "gone", 490),
+    "ended host counts": ("if other != connection", "if True", "known to have gone", 1455),
+    "restart is ignored": ("[host] = connection", ".setdefault(host, connection)", "gone", 7150),
     "settings not compared": ("if not self._problem and dict", "if dict() and dict", "run a step"),
     "meeting without a time-out": (" and now <= self._deadline", "", "hangs"),
     "numbered early": ("if name not in self.heard[host]", "if False", "before all have come"),
@@ -37,6 +37,7 @@ _MUTANTS = {
         "if not self._is_held:\n            self._begun",
         "if self.decision is None:\n            self._begun",
         "different decisions",
+        505,
     ),
     "endless notice": ("NO_STEP if waited", "None if waited", "not answer|has left", 175),
     "nobody waits for the backup": ("all(written)", "True", "a backup that is not there"),
@@ -47,14 +48,14 @@ _MUTANTS = {
         'yield "enter name"\n    yield "remove unfinished"',
         'yield "remove unfinished"\n    yield "enter name"',
         "has lost its folder",
-        3530,
+        7770,
     ),
     "taken, not removed": ('    yield "remove unfinished"\n', "", "has lost its folder", 210),
     "looked, then written": (
         'yield "create"\n    owner = yield "read name"',
         'owner = yield "read name"\n    yield "create"',
         "has lost its folder",
-        7_475,
+        10_925,
     ),
     "the first that is seen is blamed": (
         "key=lambda end: (",
