@@ -410,9 +410,9 @@ class GradientsTest(kt.TrainingTestCase):
                 found = self.table(positions if indices == "positions" else self.constant)
                 return keras.ops.tanh(x[..., None] + keras.ops.sum(found, 1))
 
-        def make(_: bool) -> keras.Model:
+        def make(run_eagerly: bool) -> keras.Model:
             layers = [keras.layers.Input([4]), Lookup(), keras.layers.Flatten()]
-            return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly=False)
+            return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly)
 
         inputs, _ = kt.dense_data(10)
         data = inputs, np.repeat(inputs, 2, 1)
