@@ -180,8 +180,7 @@ class LossesTest(kt.TrainingTestCase):
         def make(on_one_device: bool) -> keras.Model:
             options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
             model = kt.model_of(kt.dense_layers, "sgd", kind=Own, **options)
-            model.tracker = keras.metrics.Mean("tracker")
-            model.weighted = keras.metrics.Mean("weighted")
+            model.tracker, model.weighted = map(keras.metrics.Mean, ("tracker", "weighted"))
             return model
 
         model, _ = self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
@@ -249,6 +248,7 @@ class LossesTest(kt.TrainingTestCase):
                     first.update_state(loss)
                 compiled.update_state(y, outputs)
                 self.mean.update_state(keras.ops.mean(outputs))
+                self.mean.update_state([loss, keras.ops.mean(outputs)])  # Two numbers.
                 self.rows.update_state(keras.ops.ones_like(y))
                 results = {m.name: m.result() for m in (compiled, self.mean, self.rows)}
                 return {"loss": first.result() if tracked else loss, **results}

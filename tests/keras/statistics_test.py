@@ -42,8 +42,7 @@ class StatisticsTest(TrainingTestCase):
         self.assertAllClose(inside, loaded.evaluate(*data(), 6, verbose=0), rtol=1e-6)
         options = {"verbose": 0, "shuffle": False, "validation_data": data(12)}
         history = model.fit(*data(), 6, validation_batch_size=6, **options).history
-        expected = model.evaluate(*data(12), 6, verbose=0)
-        self.assertAllClose(history["val_loss"][-1], expected, rtol=1e-6)
+        self.assertAllClose(history["val_loss"][-1], model.evaluate(*data(12), 6), rtol=1e-6)
 
     def test_replicas_without_examples_take_the_others(self):
         options: dict[str, Any] = {"replicas": 3, "tolerance": 2e-6, "batch_size": 1}
@@ -86,7 +85,6 @@ class StatisticsTest(TrainingTestCase):
                 options = {"initializer": "zeros", "trainable": False, "aggregation": "sum"}
                 self.total = self.add_weight(shape=(), **options)
                 self.rows = self.add_weight(shape=(), dtype="int32", **options)
-                self.built = True
 
             def call(self, x: tf.Tensor) -> tf.Tensor:
                 self.total.assign_add(keras.ops.sum(x + 1))
@@ -116,15 +114,17 @@ class StatisticsTest(TrainingTestCase):
 
 
 class LargestValue(keras.layers.Layer):
-    """Keeps in one row the largest input, in another a count of steps."""
+    """Keeps in one row the largest input, in another a count of steps, which it copies."""
 
     def build(self, _):
         self.rows = self.add_weight(shape=(3, 2), initializer="zeros", trainable=False)
+        self.steps = self.add_weight(dtype="int32", initializer="zeros", trainable=False)
 
     def call(self, inputs):
         largest = tf.reduce_max(inputs, 0, keepdims=True)
         self.rows.value.scatter_max(tf.IndexedSlices(largest, tf.constant([2])))
         self.rows.value.scatter_add(tf.IndexedSlices(tf.ones([1, 2]), tf.constant([0])))
+        self.steps.assign(tf.cast(self.rows.value[0, 0], tf.int32))
         return inputs
 
 
@@ -155,8 +155,7 @@ class ScatterTest(TrainingTestCase):
     def test_a_replica_without_examples_changes_nothing(self):
         with strategy_of(3).scope():
             layer = LargestValue()
-            layers = [keras.layers.Input((2,)), layer, keras.layers.Dense(1)]
-            model = model_of(lambda: layers, "sgd")
+            model = model_of(lambda: [keras.Input((2,)), layer, keras.layers.Dense(1)], "sgd")
         inputs, targets = -np.ones([5, 2], np.float32), np.ones([5, 1])
         inputs[[0, 3]] = [[1, 2], [5, 1]]
         model.fit(inputs, targets, 3, verbose=0, shuffle=False)  # The last batch has two examples.
@@ -164,6 +163,7 @@ class ScatterTest(TrainingTestCase):
         rows = [np.array([[2, 2], [0, 0], largest]) for largest in ([5, 2], [0, 0])]
         # The third replica takes the mean of the others.
         self.assertAllEqual([*rows, np.mean(rows, 0)], layer.rows.value.values)
+        self.assertAllEqual([2] * 3, layer.steps.value.values)
         model.export(path, verbose=False)
         loaded = tf.saved_model.load(path)
         self.assertAllClose(model.predict(inputs[:2], verbose=0), loaded.serve(inputs[:2]))

@@ -211,13 +211,21 @@ def masked(own: Function, sample_weight: Any, mask: Any, dtype: Any, reduction: 
     return own(sample_weight, mask, dtype, reduction) * ratio
 
 
+def _rank(value: Any) -> Any:
+    return tf.convert_to_tensor(value).shape.rank
+
+
 def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
     """Stands for `Mean.update_state`: one number of a batch counts by this replica's rows."""
     here = step.current_several()
     if here is None:
         return own(metric, values, sample_weight)
+    if isinstance(values, (list, tuple)) and sample_weight is None and not any(map(_rank, values)):
+        for number in values:  # Each counts as one.
+            averaged(own, metric, number)
+        return None
     is_loss = id(values) in here.losses
-    is_number = tf.convert_to_tensor(values).shape.rank == 0
+    is_number = _rank(values) == 0
     if not is_loss and (sample_weight is not None or here.reports or not is_number):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)

@@ -58,7 +58,9 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
         if self.is_shared:
             return None
         here.writes[id(self)] = self
-        return here.has_rows
+        # It takes a mean when the step ends. Until then it has what it writes, which may depend on
+        # no examples, such as a momentum that follows a schedule.
+        return None if is_averaged(self) else here.has_rows
 
     def _scatter(self, method: str, sparse_delta: Any, *args: Any, **kw: Any) -> Any:
         """Changes rows of this replica's value, or of all replicas'."""
@@ -133,10 +135,13 @@ def adopt(extended: Any, steps: Sequence[step.ReplicaStep]) -> None:
     count = tf.add_n([tf.cast(rows > 0, tf.float64) for rows in steps[0].rows_of_all])
 
     def take() -> None:
-        weights = [tf.cast(one, tf.float64) for one in have]
-        values = [[one.read_value() for one in variable.values] for variable in statistics]
+        # In 64 bits. What a row of zeros has made here may be NaN.
+        values = [
+            [tf.cast(one.read_value(), tf.float64) for one in variable.values]
+            for variable in statistics
+        ]
         sums = [
-            tf.add_n([tf.cast(one, tf.float64) * w for one, w in zip(own, weights, strict=True)])
+            tf.add_n([here.keep(one) for here, one in zip(steps, own, strict=True)])
             for own in values
         ]
         if replicas > len(steps):
@@ -144,8 +149,7 @@ def adopt(extended: Any, steps: Sequence[step.ReplicaStep]) -> None:
             of_all = extended.batch_reduce_to("SUM", [(one, one) for one in of_hosts])
             sums = [tf_internals.components(one)[0] for one in of_all]
         for variable, own, total in zip(statistics, values, sums, strict=True):
-            mean = tf.cast(total / count, variable.dtype)
-            step.assign(variable, [tf.where(h, one, mean) for h, one in zip(have, own)])
+            step.assign(variable, [tf.where(h, one, total / count) for h, one in zip(have, own)])
 
     some_empty = tf.logical_and(count > 0, count < replicas)
     tf.cond(some_empty, take, lambda: None)
