@@ -317,8 +317,11 @@ class ReplicaExtended:
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
     def _as_per_replica(self, value: Any) -> Any:
-        """Returns a value as it is gathered; several hosts override it."""
-        return value
+        """Returns a value that has a component for each replica of this host."""
+        # If all of them hold the same object, TensorFlow passes only that.
+        if isinstance(value, tf_internals.DistributedValues):
+            return value
+        return step.copies(value, self.worker_devices)
 
     def _with_default_device(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known."""
