@@ -486,9 +486,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return self._cross_device_ops
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        # Of replicas that meet; a value that is reduced alone is this host's.
         pairs = [
-            (self._as_per_replica(value), self._with_default_device(where))
+            (self._of_each(value), self._with_default_device(where))
             for value, where in value_destination_pairs
         ]
         return super()._batch_reduce_to(reduce_op, pairs, options)
@@ -504,6 +503,13 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return super()._gather_to_implementation(
             value, self._with_default_device(destinations), axis, options
         )
+
+    def _as_per_replica(self, value: Any) -> Any:
+        """Returns a value that has a component for each replica of this host."""
+        # On a host with one replica, TensorFlow passes only the component.
+        if self._network is None or not tf.is_tensor(value):
+            return value
+        return tf_internals.per_replica([value])
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
