@@ -487,7 +487,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         pairs = [
-            (value, self._with_default_device(where)) for value, where in value_destination_pairs
+            (self._of_each(value), self._with_default_device(where))
+            for value, where in value_destination_pairs
         ]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 

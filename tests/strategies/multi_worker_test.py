@@ -184,14 +184,16 @@ class _Case:
             [tf.cast(tf.fill(shape(r), r), dtype) for r in range(self.replicas)]
             for shape, dtype in kinds
         ]
+        same = given[2][0]  # All replicas hold this object.
+        given.insert(5, [same] * self.replicas)
         values = [self.distributed(own) for own in given]
 
         def on_each(values: Any) -> Any:
-            return _context().all_gather(values, axis=0)
+            return _context().all_gather([*values[:5], same], axis=0)
 
         for body, count in (
             (lambda values: self.strategy.gather(values, 0), len(values)),
-            (lambda values: self.strategy.run(on_each, (values,)), 5),
+            (lambda values: self.strategy.run(on_each, (values,)), 6),
         ):
             step = self.wrap(body)
             gathered = step(values[:count])
@@ -239,6 +241,9 @@ class _Case:
         results = self.wrap(reduce)(counted, rows, tf.constant(self.host + 1.0))
         for result, wanted in zip(results, expected, strict=True):
             np.testing.assert_allclose(result.numpy(), wanted, rtol=1e-6)
+        same = tf.constant([1.0, 2.0])  # All replicas hold this object.
+        sums = self.wrap(lambda: self.strategy.run(lambda: _context().all_reduce(SUM, same)))()
+        self.same([self.replicas, 2 * self.replicas], sums)
         with self.strategy.scope():  # The chief sends its first value.
             empty = tf.Variable(np.zeros([0, 2], np.float32))
         self.same(np.zeros([0, 2]), empty, tf.float32)
@@ -330,7 +335,7 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
             _check_sums(other)
 
     def another_op(other: Any) -> None:
-        value = _per_replica(other, lambda replica: tf.ones([3]))
+        value = other.run(lambda: tf.ones([3]))
         other.extended.batch_reduce_to(SUM if is_chief else MEAN, [(value, value)])
 
     def size_known_on_one_host(other: Any) -> None:
@@ -363,15 +368,17 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
         return rows.repeat().batch(4 if is_chief else 6, drop_remainder=True)
 
     with strategy.scope():
-        model = model_of(
-            lambda: [keras.Input([2]), keras.layers.Dense(1)], "sgd", run_eagerly=False
-        )
+        layers = [keras.Input([2]), keras.layers.Dense(1)]
+        model = model_of(lambda: layers, "sgd", run_eagerly=False)
     batches = strategy.distribute_datasets_from_function(data)
     with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
     arrays = np.ones([24, 2]), np.ones([24, 1])
     with disagreeing("batch size", "batch_size: (4.* 6|6.* 4)"):
         model.fit(*arrays, 4 if is_chief else 6, verbose=0)
+    with disagreeing("call", "differ: .*call 2 of fit"):
+        model.fit(*arrays, verbose=0)
+        (model.evaluate if is_chief else model.fit)(*arrays, verbose=0)
     with strategy.scope():
         model.compile("sgd", "mse" if is_chief else keras.losses.MeanAbsoluteError())
     with disagreeing("loss", "loss, element 0 of 1: (mse.* Mean.*|Mean.* mse)"):
@@ -380,12 +387,10 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
 
 def unlike_correct(strategy: Any) -> None:
     """Sums on hosts that take their machines to be different."""
-    is_chief = strategy.cluster_resolver.task_id == 0
-    count = len(strategy.extended.worker_devices)
-    slow: dict[str, Any] = {"addition_bandwidth": 1e3}
     with contextlib.ExitStack() as stack:
-        if not is_chief:
-            machine = dataclasses.replace(preset("pcie", count), **slow)
+        if strategy.cluster_resolver.task_id:
+            pcie = preset("pcie", len(strategy.extended.worker_devices))
+            machine = dataclasses.replace(pcie, addition_bandwidth=1e3)
             stack.enter_context(
                 mock.patch.object(detection, "_choose", return_value=(machine, "for a test"))
             )
@@ -399,23 +404,18 @@ def unlike_correct(strategy: Any) -> None:
     detection.detect_with_reason.cache_clear()
 
 
-def _per_replica(strategy: Any, make: Callable[[int], Any]) -> Any:
-    devices = strategy.extended.worker_devices
-
-    def on_its_device(replica: int) -> Any:
-        with tf.device(devices[replica % len(devices)]):
-            return make(replica)
-
-    return tu.distributed(strategy, on_its_device)
-
-
 def _check_sums(strategy: Any) -> None:
     count = strategy.num_replicas_in_sync
     arrays = [  # Numbers whose sums over a few replicas are exact, in 16 bits too.
         [tu.numbers(shape, tf.float32, 99 * position + r, 9) for r in range(count)]
         for position, shape in enumerate(_SHAPES)
     ]
-    values = [_per_replica(strategy, lambda r, own=own: tf.constant(own[r])) for own in arrays]  # type: ignore[misc]
+    devices = strategy.extended.worker_devices
+
+    def distributed(own: Sequence[Any]) -> Any:
+        return tu.distributed(strategy, lambda r: tu.place(own[r], devices[r % len(devices)]))
+
+    values = [*map(distributed, arrays)]
     results = strategy.extended.batch_reduce_to(SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         for part in strategy.experimental_local_results(result):

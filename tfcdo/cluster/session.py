@@ -61,6 +61,13 @@ class Session:
         """Waits until all hosts have announced the same description."""
         self.number(description, 0)
 
+    def agree_on_call(self, name: str) -> None:
+        """Waits until all hosts have come to the same call of a function, such as the second."""
+        # A host that has caught an error, and calls again, would meet the others in their first.
+        with self._lock:
+            turn = next(self._uses[f"calls/{name}"]) + 1
+        self.agree({"what": f"call {turn} of {name}"})
+
     def number(self, description: Description, size: int) -> int:
         """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""
         # The first call waits for the other hosts.

@@ -308,13 +308,22 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(self._as_per_replica(one), to) for one, to in value_destination_pairs]
+        pairs = [
+            (self._as_per_replica(self._of_each(one)), to) for one, to in value_destination_pairs
+        ]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
             return ops._batch_gather(
                 [(one, self._with_default_device(to)) for one, to in pairs], axis, options
             )
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
+
+    def _of_each(self, value: Any) -> Any:
+        """Returns a value of replicas that meet: a component for each, if all hold one object."""
+        # TensorFlow passes only that; elsewhere it is this host's own value.
+        if step.now.steps is None or isinstance(value, tf_internals.DistributedValues):
+            return value
+        return step.copies(value, self.worker_devices)
 
     def _as_per_replica(self, value: Any) -> Any:
         """Returns a value as it is gathered; several hosts override it."""

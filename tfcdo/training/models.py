@@ -252,6 +252,7 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
         "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
     }
     joined.agree({"what": own.__name__, **known, **about})
+    joined.agree_on_call(own.__name__)
 
 
 def _name_of(value: Any) -> str:

@@ -252,6 +252,12 @@ def of_host(value: tf.Tensor, devices: Sequence[str]) -> Any:
     return on_each(devices, tf.identity, [value, *others])
 
 
+def copies(value: Any, devices: Sequence[str]) -> Any:
+    """Returns a value of replicas that all hold the same object: a copy for each."""
+    copy = functools.partial(tf.nest.map_structure, tf.identity, expand_composites=True)
+    return on_each(devices, copy, [value] * len(devices))
+
+
 @tf.autograph.experimental.do_not_convert
 def summed(value: Any) -> tf.Tensor:
     """Returns the sum of a value over all replicas, on each; they meet for it."""

@@ -273,8 +273,7 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
         return grad
     if not isinstance(grad, tf.distribute.DistributedValues):
         # TensorFlow's classes would count a tensor of all replicas once for all.
-        copy = functools.partial(tf.nest.map_structure, tf.identity, expand_composites=True)
-        return step.on_each(devices, copy, [grad] * len(devices))
+        return step.copies(grad, devices)
     present = [part for part in grad.values if part is not None]
     kinds = {isinstance(part, tf.IndexedSlices) for part in present}
     if len(present) == len(grad.values) and len(kinds) == 1:
