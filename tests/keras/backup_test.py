@@ -43,6 +43,16 @@ class _End(keras.callbacks.Callback):
             raise KeyboardInterrupt
 
 
+def _ending(event: str, at: int) -> keras.callbacks.Callback:
+    """Interrupts a training at an event of a batch, or an epoch, of this number."""
+
+    def end(number: int, logs: Any) -> None:
+        if number == at:
+            raise KeyboardInterrupt
+
+    return keras.callbacks.LambdaCallback(**{event: end})
+
+
 class _Slower(keras.callbacks.LearningRateScheduler):
     """Multiplies the learning rate in each epoch, and before each batch."""
 
@@ -217,12 +227,7 @@ class ExactTest(BackupTestCase):
             values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
             return values, history
 
-        def end(batch: int, logs: Any) -> None:
-            if batch == last:
-                raise KeyboardInterrupt
-
-        ending = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-        self.assert_ends(fit, self.backup(save_freq=1), ending)
+        self.assert_ends(fit, self.backup(save_freq=1), _ending("on_train_batch_end", last))
         self.assertEqual(fit(), fit(self.backup()))
 
     @parameterized.parameters(1, 2)
@@ -272,12 +277,7 @@ class ExactTest(BackupTestCase):
             options: Any = {"steps_per_epoch": 5, "epochs": 3, "verbose": 0}
             return _model(metrics=["mae"]).fit(data, callbacks=[*callbacks], **options).history
 
-        def end(epoch: int, logs: Any) -> None:
-            if epoch == 1:
-                raise KeyboardInterrupt
-
-        ending = keras.callbacks.LambdaCallback(on_epoch_begin=end)
-        self.assert_ends(fit, self.backup(), ending)
+        self.assert_ends(fit, self.backup(), _ending("on_epoch_begin", 1))
         self.assertEqual({name: logs[1:] for name, logs in fit().items()}, fit(self.backup()))
 
     @parameterized.parameters((1, 2), (2, 4))
@@ -467,10 +467,7 @@ class BadInputTest(BackupTestCase):
             epochs = model.fit(_data("finite"), **options).epoch
             return epochs, int(model.optimizer.iterations.numpy() - before)
 
-        def end(batch: int, logs: Any) -> None:
-            raise KeyboardInterrupt
-
-        early = keras.callbacks.LambdaCallback(on_train_batch_begin=end)
+        early = _ending("on_train_batch_begin", 0)
         same = self.backup(save_freq=1)
         for one in _End(7), _End(8) if when == "after that" else early:
             self.assert_ends(fit, same, one)
