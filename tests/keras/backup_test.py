@@ -1,7 +1,5 @@
 """Trainings that end somewhere and go on from a backup, compared with undisturbed ones."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import os

@@ -1,7 +1,5 @@
 """Optimizers on several replicas train as Keras's own on one device; `programs_test` has more."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import pathlib

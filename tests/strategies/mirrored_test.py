@@ -1,7 +1,5 @@
 """`tfcdo.MirroredStrategy`, and what both strategies make of values that are reduced."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools

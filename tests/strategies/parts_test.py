@@ -1,7 +1,5 @@
 """How strategies take data: the parts of batches, generators, and datasets that they warn of."""
 
-from __future__ import annotations
-
 import collections
 import json
 import warnings
