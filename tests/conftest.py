@@ -1,7 +1,5 @@
 """Which tests pytest runs, and in which processes."""
 
-from __future__ import annotations
-
 import gc
 import os
 import sys

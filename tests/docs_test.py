@@ -1,7 +1,5 @@
 """The documentation: every code block runs or is checked, every link leads somewhere."""
 
-from __future__ import annotations
-
 import ast
 import contextlib
 import doctest

@@ -1,7 +1,5 @@
 """The package's rooms, its files, and its doors to private names of Keras and TensorFlow."""
 
-from __future__ import annotations
-
 import ast
 import importlib
 import itertools

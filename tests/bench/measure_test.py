@@ -1,7 +1,5 @@
 """Workloads, the implementations that are compared, and how they are timed and checked."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import json

@@ -1,7 +1,5 @@
 """`tfcdo plan`: tables, files, pictures and refusals."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import os

@@ -1,7 +1,5 @@
 """Agreement, watch and delays, with hosts that are threads, and made-up times of collectives."""
 
-from __future__ import annotations
-
 import functools
 import json
 import threading

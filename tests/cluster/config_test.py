@@ -1,7 +1,5 @@
 """Tests of what a process is told about its cluster, and what it says of mistakes there."""
 
-from __future__ import annotations
-
 import json
 import os
 from unittest import mock

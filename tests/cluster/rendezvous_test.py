@@ -1,7 +1,5 @@
 """The hosts' meeting before TensorFlow starts, with hosts that are threads."""
 
-from __future__ import annotations
-
 import contextlib
 import hmac
 import socket

@@ -1,7 +1,5 @@
 """The cluster's rules on made-up schedules of faults, and each rule broken once."""
 
-from __future__ import annotations
-
 import collections
 import os
 import re

@@ -1,7 +1,5 @@
 """The contract of `tf.distribute.CrossDeviceOps`: any batch is reduced as numpy does it."""
 
-from __future__ import annotations
-
 import copy
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """The classes that users pass to a strategy: their arguments, and what each promises besides."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import subprocess

@@ -1,7 +1,5 @@
 """`tfcdo doctor --blackbox`: black boxes of made-up hosts, files that are none, and signals."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

@@ -1,7 +1,5 @@
 """`tfcdo doctor` in this process, but for one probe; its findings on machines that no test has."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

@@ -1,7 +1,5 @@
 """The examples, against training on one device; `ray_test` has the one for Ray."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import importlib.util

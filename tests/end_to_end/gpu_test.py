@@ -1,7 +1,5 @@
 """On GPUs, when there are some: copy trees on four parts of the first card, NCCL on all cards."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import itertools

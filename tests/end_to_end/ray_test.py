@@ -4,8 +4,6 @@ Workers are killed, and the size of the cluster changes: `python ray_test.py FOL
 that does this. Each worker writes a line to FOLDER/events: its process and the number of replicas.
 """
 
-from __future__ import annotations
-
 import importlib.util
 import itertools
 import os

@@ -1,7 +1,5 @@
 """tfcdo's classes in TensorFlow's `MirroredStrategy`: calls, Keras, and graphs of TensorFlow 1."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import pathlib

@@ -1,7 +1,5 @@
 """Exchanges, all of tfcdo's and the documentation's: rehearsed, and between processes."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import pathlib

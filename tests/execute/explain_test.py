@@ -1,7 +1,5 @@
 """`explain` says what is in the graph that runs, also by a plan from a file."""
 
-from __future__ import annotations
-
 import dataclasses
 import pathlib
 import re

@@ -1,7 +1,5 @@
 """Error feedback: over many steps nothing is lost, and whose residuals are whose."""
 
-from __future__ import annotations
-
 import copy
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """The interpreter: copies along the edges of a plan's trees and no others."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

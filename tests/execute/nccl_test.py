@@ -1,7 +1,5 @@
 """When NCCL can run, and its ops on virtual CPU devices, where what would hang is an error."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

@@ -1,7 +1,5 @@
 """What callers may pass, and the errors for everything else, which are raised before any op."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import numpy as np

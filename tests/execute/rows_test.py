@@ -1,7 +1,5 @@
 """Rows: one after the other, or added by index as rows or tables; numpy in float64 agrees."""
 
-from __future__ import annotations
-
 from collections.abc import Sequence
 from typing import Any
 

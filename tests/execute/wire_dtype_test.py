@@ -1,7 +1,5 @@
 """Values sent in 16 bits: the casts, the bound of their error, and values that are exact."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

@@ -1,7 +1,5 @@
 """Shared by tests of the bench: its devices, measurements, and ops that are wrong on purpose."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 import testing_utils as tu  # It configures the virtual devices.
 

@@ -1,7 +1,5 @@
 """Shared by tests of commands: runs `tfcdo` in this process and reads what it prints."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import pathlib

@@ -5,8 +5,6 @@ None for one device, that return arrays by name. The names that begin with "repl
 replica of the host has, in the first axis.
 """
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import os

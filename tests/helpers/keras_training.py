@@ -1,7 +1,5 @@
 """Small Keras models and ways to train them, on any number of replicas."""
 
-from __future__ import annotations
-
 import contextlib
 from collections.abc import Callable, Iterator
 from typing import Any

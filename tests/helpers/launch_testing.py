@@ -1,7 +1,5 @@
 """Shared by tests of `tfcdo launch`: it runs small scripts, none of which needs TensorFlow."""
 
-from __future__ import annotations
-
 import contextlib
 import os
 import pathlib

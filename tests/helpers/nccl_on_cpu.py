@@ -1,7 +1,5 @@
 """Runs NCCL's ops on virtual CPU devices, by a kernel in C++: what would hang is an error."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import hashlib

@@ -1,7 +1,5 @@
 """Shared by tests of planning: drawn plans, and searches that remember nothing and end soon."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """Keeps tests clear of two defects of TensorFlow that have nothing to do with what is tested."""
 
-from __future__ import annotations
-
 import tensorflow as tf
 
 

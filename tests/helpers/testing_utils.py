@@ -1,8 +1,6 @@
 """Shared by most tests: eight virtual devices, values on them, ways to call, numpy's oracles."""
 
 # Import it before anything makes a tensor: it configures the devices.
-from __future__ import annotations
-
 import atexit
 import collections
 import dataclasses

@@ -1,7 +1,5 @@
 """Asks topologies what several tests want to know, and measures this machine in little time."""
 
-from __future__ import annotations
-
 import pathlib
 import tempfile
 from unittest import mock

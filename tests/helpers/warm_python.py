@@ -1,7 +1,5 @@
 """Python processes, forked from one that has imported TensorFlow, which takes 6 s."""
 
-from __future__ import annotations
-
 import array
 import atexit
 import contextlib

@@ -1,7 +1,5 @@
 """The program of `warm_python`: hands what it was given to the server, and ends as it does."""
 
-from __future__ import annotations
-
 import array
 import json
 import os

@@ -1,7 +1,5 @@
 """Bounds of the error of all-reduces that cast copies; docs/wire-numerics.md derives them."""
 
-from __future__ import annotations
-
 from typing import Any, NamedTuple
 
 import numpy as np

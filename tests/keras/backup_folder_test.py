@@ -1,7 +1,5 @@
 """The files of backups, and data whose order is known."""
 
-from __future__ import annotations
-
 import collections
 import errno
 import os

@@ -3,8 +3,6 @@
 `tfcdo launch` runs this file with a folder; its first run also trains undisturbed.
 """
 
-from __future__ import annotations
-
 import os
 import pathlib
 import signal

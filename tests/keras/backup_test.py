@@ -1,7 +1,5 @@
 """Trainings that end somewhere and go on from a backup, compared with undisturbed ones."""
 
-from __future__ import annotations
-
 import concurrent.futures
 import functools
 import os
@@ -41,6 +39,16 @@ class _End(keras.callbacks.Callback):
     def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
         if self.model.optimizer._iterations.numpy() >= self._after:
             raise KeyboardInterrupt
+
+
+def _ending(event: str, at: int) -> keras.callbacks.Callback:
+    """Interrupts a training at an event of a batch, or an epoch, of this number."""
+
+    def end(number: int, logs: Any) -> None:
+        if number == at:
+            raise KeyboardInterrupt
+
+    return keras.callbacks.LambdaCallback(**{event: end})
 
 
 class _Slower(keras.callbacks.LearningRateScheduler):
@@ -203,30 +211,34 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
-    def assert_goes_on(self, fit: Any, last: int = 2) -> None:
+    def assert_goes_on(self, make: Any, replicas: int, last: int = 2) -> None:
         """Checks that a training that ends after a batch then goes on as undisturbed."""
 
-        def end(batch: int, logs: Any) -> None:
-            if batch == last:
-                raise KeyboardInterrupt
+        def fit(*callbacks: Any) -> Any:
+            keras.backend.clear_session()
+            keras.utils.set_random_seed(0)
+            with strategy_of(replicas).scope():
+                model = make()
+            options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
+            history = model.fit(_data(), **options).history
+            optimizer = getattr(model, "second", model.optimizer)
+            values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
+            return values, history
 
-        ending = keras.callbacks.LambdaCallback(on_train_batch_end=end)
-        self.assert_ends(fit, self.backup(save_freq=1), ending)
+        self.assert_ends(fit, self.backup(save_freq=1), _ending("on_train_batch_end", last))
         self.assertEqual(fit(), fit(self.backup()))
 
     @parameterized.parameters(1, 2)
     def test_optimizers_of_a_train_step(self, replicas):
         """On one device they are built in the first step, and one wraps another."""
 
-        def fit(*callbacks: Any) -> list[bytes]:
-            with strategy_of(replicas).scope():
-                scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))
-                model = model_of(lambda: _layers(exact=False), scaling, kind=TwoOptimizers)
-                model.first, model.second = model.optimizer, keras.optimizers.Nadam(0.1)
-            model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
-            return [one.numpy().tobytes() for one in (*model.weights, *model.second.variables)]
+        def make() -> keras.Model:
+            scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))
+            model = model_of(lambda: _layers(exact=False), scaling, kind=TwoOptimizers)
+            model.first, model.second = model.optimizer, keras.optimizers.Nadam(0.1)
+            return model
 
-        self.assert_goes_on(fit)
+        self.assert_goes_on(make, replicas)
 
     @parameterized.parameters(
         ("known", (3, 1), (7, "epoch")),
@@ -263,40 +275,23 @@ class ExactTest(BackupTestCase):
             options: Any = {"steps_per_epoch": 5, "epochs": 3, "verbose": 0}
             return _model(metrics=["mae"]).fit(data, callbacks=[*callbacks], **options).history
 
-        def end(epoch: int, logs: Any) -> None:
-            if epoch == 1:
-                raise KeyboardInterrupt
-
-        ending = keras.callbacks.LambdaCallback(on_epoch_begin=end)
-        self.assert_ends(fit, self.backup(), ending)
+        self.assert_ends(fit, self.backup(), _ending("on_epoch_begin", 1))
         self.assertEqual({name: logs[1:] for name, logs in fit().items()}, fit(self.backup()))
 
     @parameterized.parameters((1, 2), (2, 4))
     def test_a_model_without_a_call(self, replicas, last):
         """It reports a number of its last batch."""
 
-        def fit(*callbacks: Any) -> list[bytes]:
-            keras.utils.set_random_seed(0)
-            with strategy_of(replicas).scope():
-                model = WithoutCall()
-                model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
-            history = model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
-            logs = np.array(history.history["own"])
-            return [one.tobytes() for one in (*model.get_weights(), logs)]
+        def make() -> keras.Model:
+            model = WithoutCall()
+            model.compile("sgd", keras.losses.MeanSquaredError(), run_eagerly=True)
+            return model
 
-        self.assert_goes_on(fit, last)
+        self.assert_goes_on(make, replicas, last)
 
     @parameterized.parameters(1, 2)
     def test_random_numbers_without_a_seed(self, replicas):
-        def fit(*callbacks: Any) -> bytes:
-            keras.backend.clear_session()
-            with strategy_of(replicas).scope():
-                model = _model(_Noise())
-            model.fit(_data(), steps_per_epoch=5, callbacks=[*callbacks], verbose=0)
-            weights: bytes = model.weights[0].numpy().tobytes()
-            return weights
-
-        self.assert_goes_on(fit)
+        self.assert_goes_on(lambda: _model(_Noise()), replicas)
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
@@ -470,10 +465,7 @@ class BadInputTest(BackupTestCase):
             epochs = model.fit(_data("finite"), **options).epoch
             return epochs, int(model.optimizer.iterations.numpy() - before)
 
-        def end(batch: int, logs: Any) -> None:
-            raise KeyboardInterrupt
-
-        early = keras.callbacks.LambdaCallback(on_train_batch_begin=end)
+        early = _ending("on_train_batch_begin", 0)
         same = self.backup(save_freq=1)
         for one in _End(7), _End(8) if when == "after that" else early:
             self.assert_ends(fit, same, one)

@@ -1,7 +1,5 @@
 """Random numbers of the whole batch: K replicas draw for their rows what one device draws."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from typing import Any
 

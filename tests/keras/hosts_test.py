@@ -1,7 +1,5 @@
 """Keras trainings on two hosts of two devices each, compared with one device."""
 
-from __future__ import annotations
-
 from typing import Any
 
 import clusters

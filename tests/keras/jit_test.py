@@ -1,7 +1,5 @@
 """`compile(jit_compile=True)` on several replicas: XLA compiles, and trains as on one device."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

@@ -1,7 +1,5 @@
 """Every example counts the same, however a batch is dealt: losses and weights are one device's."""
 
-from __future__ import annotations
-
 import functools
 import gc
 import weakref

@@ -1,7 +1,5 @@
 """Options of strategies: `shard_optimizer_state`, and `check_in_sync`, which finds differences."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import tempfile

@@ -5,8 +5,6 @@ repeated in float64. `make test` has 25 programs, always the same, in which each
 of the others. `make test-nightly` draws 300: TFCDO_PROGRAMS=300 python tests/keras/programs_test.py
 """
 
-from __future__ import annotations
-
 import functools
 import itertools
 import os

@@ -1,7 +1,5 @@
 """Moving statistics: the mean over replicas is what is saved, and what all replicas use."""
 
-from __future__ import annotations
-
 import functools
 import pathlib
 from typing import Any

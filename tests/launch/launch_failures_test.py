@@ -1,7 +1,5 @@
 """`tfcdo launch` when a worker fails or somebody ends it: nothing is left behind."""
 
-from __future__ import annotations
-
 import io
 import os
 import signal

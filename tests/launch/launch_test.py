@@ -1,7 +1,5 @@
 """`tfcdo launch`: its workers, what they print, its arguments, Slurm and Kubernetes."""
 
-from __future__ import annotations
-
 import json
 import os
 import pathlib

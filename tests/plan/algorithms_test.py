@@ -1,7 +1,5 @@
 """Algorithms: each of their plans is an all-reduce of even packs; `auto` takes the fastest."""
 
-from __future__ import annotations
-
 from typing import Any
 from unittest import mock
 

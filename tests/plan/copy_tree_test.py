@@ -1,7 +1,5 @@
 """Copy trees: spanning trees by construction, with networkx as the judge."""
 
-from __future__ import annotations
-
 import itertools
 import math
 

@@ -1,7 +1,5 @@
 """Decisions: the packs, order, slices, trees, codecs and root steps of batches of every kind."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

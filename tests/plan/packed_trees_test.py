@@ -1,7 +1,5 @@
 """Packed trees, as fast as promised on known and drawn machines, and the lower bound of times."""
 
-from __future__ import annotations
-
 import itertools
 import os
 import sys

@@ -1,7 +1,5 @@
 """Packing: every element of every value is in exactly one pack, and the packs are as asked for."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from typing import Any
 

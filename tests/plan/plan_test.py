@@ -1,7 +1,5 @@
 """Plans: no plan with a fault can be built, equal plans have equal fingerprints, and summaries."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any
 

@@ -1,7 +1,5 @@
 """The simulator: reference times, the laws that every timeline obeys, and a plainer simulator."""
 
-from __future__ import annotations
-
 import collections
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """The machine and its copy trees: lines, arrows and legend, as matplotlib holds them."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import pathlib

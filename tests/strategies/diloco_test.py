@@ -1,7 +1,5 @@
 """Hosts that train alone and exchange their parameters in turn, compared with numpy."""
 
-from __future__ import annotations
-
 import functools
 from typing import Any
 

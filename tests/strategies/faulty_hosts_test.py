@@ -1,7 +1,5 @@
 """Hosts that are slow, killed, asked or wrong, and tfcdo itself broken: all end, and say why."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

@@ -1,7 +1,5 @@
 """`tfcdo.MirroredStrategy`, and what both strategies make of values that are reduced."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import functools
@@ -133,6 +131,19 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(2, steps.values[rank])
             self.assertAllEqual(6.0, total.values[rank])
             self.assertAllClose(expected, decayed.values[rank])
+
+    def test_a_step_that_fails_on_one_replica_counts_on_none(self):
+        inputs = np.ones([4, 2], np.float32)
+        inputs[-1] = np.nan  # On the last replica.
+        with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
+            check = keras.layers.Lambda(lambda x: tf.debugging.check_numerics(x, "bad"))
+            model = model_of(lambda: [keras.Input([2]), check, keras.layers.Dense(1)], "sgd", False)
+        model.fit(inputs[:3], inputs[:3, :1], verbose=0)
+        for _ in range(3):
+            with self.assertRaises(tf.errors.InvalidArgumentError):
+                model.fit(inputs, inputs[:, :1], verbose=0)
+        counts = [int(one.numpy()) for one in model.optimizer._iterations.value.values]
+        self.assertEqual([1, 1], counts)
 
     def test_datasets_that_may_have_elements_are_not_warned_of(self):
         log.warn_once.cache_clear()

@@ -1,7 +1,5 @@
 """Several hosts, processes of this machine: values of every kind, hosts that differ, training."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import gc

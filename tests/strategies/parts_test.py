@@ -1,7 +1,5 @@
 """How strategies take data: the parts of batches, generators, and datasets that they warn of."""
 
-from __future__ import annotations
-
 import collections
 import json
 import warnings
@@ -222,7 +220,9 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
 
         class Dense(keras.layers.Layer):
             def call(self, inputs):
-                return _dense(inputs) if kind == "sparse" else inputs.to_tensor(shape=[None, 3])
+                dense = inputs.to_tensor(shape=[None, 3]) if kind == "ragged" else _dense(inputs)
+                with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(dense)[0])]):
+                    return tf.identity(dense)
 
             def compute_output_shape(self, shape):
                 return (shape[0], 3)

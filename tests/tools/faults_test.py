@@ -1,7 +1,5 @@
 """Hosts that are killed and cut off: a part of `tools/faults.py`, whose table is docs/faults.md."""
 
-from __future__ import annotations
-
 import errno
 import os
 import pathlib

@@ -1,7 +1,5 @@
 """The tools that make pages of the documentation, on small trainings."""
 
-from __future__ import annotations
-
 import os
 import pathlib
 import sys

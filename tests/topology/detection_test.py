@@ -1,7 +1,5 @@
 """Detection: CPUs, GPUs as nvidia-smi reports them, logical GPUs, and what cannot be known."""
 
-from __future__ import annotations
-
 import importlib
 import os
 import pathlib

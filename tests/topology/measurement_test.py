@@ -1,7 +1,5 @@
 """Measuring this machine: what copies share, in a file, and used where it is passed."""
 
-from __future__ import annotations
-
 import itertools
 import json
 import math

@@ -1,7 +1,5 @@
 """Tables of `nvidia-smi topo -m`, as machines print them and as they may be broken."""
 
-from __future__ import annotations
-
 import pathlib
 
 from absl.testing import absltest, parameterized

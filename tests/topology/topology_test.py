@@ -1,7 +1,5 @@
 """Topologies as values: presets, subsets, fingerprints, routes, JSON, and what is refused."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import json

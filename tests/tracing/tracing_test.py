@@ -1,7 +1,5 @@
 """What the profiler saw of an all-reduce, on virtual CPU devices: one training, looked at often."""
 
-from __future__ import annotations
-
 import contextlib
 import io
 import json
