@@ -118,7 +118,7 @@ class Session:
             turn = next(self._uses[kind])
         name = f"told/{kind}/{turn}"
         self.store.set(f"{name}/{self.cluster.index}", text)
-        told = {host: self.store.get(f"{name}/{host}", 0.01) for host in self.cluster.others}
+        told = {host: self.store.get(f"{name}/{host}", 0.1) for host in self.cluster.others}
         return {h: other for h, other in told.items() if other is not None and other != text}
 
     def next_keys(self, description: Description, count: int) -> list[int]:

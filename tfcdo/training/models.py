@@ -223,6 +223,8 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
     _agree_on_steps(own, model, args, kwargs)
+    # Weights may have been assigned since the last one.
+    getattr(model.train_function, "calls", []).clear()
     with keras_internals.fitting(model):
         history = own(model, *args, **kwargs)
     if is_ours:
@@ -352,7 +354,9 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
         if extended.outer is not None:  # What a step returns is this host's.
             function = step.during(host_alone=True)(function)
         if extended.checks_in_sync:
-            function = functools.partial(run_checked, function, model, [])
+            comparison = functools.cache(functools.partial(WeightComparison, model))
+            checked: Any = functools.partial(run_checked, function, comparison, [])
+            checked.calls, function = checked.args[-1], checked  # `fit` clears them.
         model.train_function = function
     return None
 
@@ -408,6 +412,7 @@ class WeightComparison:
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
         variables = [*model.trainable_variables, *_of_optimizers(model)]
+        self.times = 0  # How often a training has been compared.
         self._variables = [  # All replicas hold the same numbers of these.
             variable
             for variable in variables
@@ -443,6 +448,8 @@ class WeightComparison:
             alone = np.arange(len(variables)) < self._num_of_host
             others = np.where(alone, of_host[:, None], 0)  # With which each is compared.
             differs = digests != np.take_along_axis(digests, others, 0)
+            if self.times > _FIRST_CALLS:  # Rounding grows with the steps.
+                differs[:, self._by_rows] = False
             if differs[:, self._by_rows].any():
                 parts, sizes = np.moveaxis(self._sketches().numpy(), 2, 0)
                 apart = parts - np.take_along_axis(parts, others[:, self._by_rows], 0)
@@ -482,15 +489,16 @@ class WeightComparison:
 
 
 def run_checked(
-    train_function: Callable[..., Any], model: Any, calls: list[Any], /, *args: Any
+    train_function: Function, comparison: Function, calls: list[Any], /, *args: Any
 ) -> Any:
-    """Calls a model's train function; its first `calls` also compare all replicas."""
+    """Calls a model's train function; the first `calls` of a `fit` also compare all replicas."""
     logs = train_function(*args)
     if len(calls) == _FIRST_CALLS:
         return logs
     # The optimizer has its variables after the first call.
-    calls.append(calls[0] if calls else WeightComparison(model))
-    difference = calls[0].difference()
+    calls.append(None)
+    comparison().times += 1
+    difference = comparison().difference()
     if difference is not None:
         raise RuntimeError(
             f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
