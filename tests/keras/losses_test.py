@@ -278,8 +278,7 @@ class LossesTest(kt.TrainingTestCase):
         self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
 
     def test_an_own_loop_refuses_an_empty_part(self):
-        strategy = kt.strategy_of(3)
-        with strategy.scope():
+        with (strategy := kt.strategy_of(3)).scope():
             model = kt.model_of(kt.dense_layers, "sgd")
         data = tf.data.Dataset.from_tensor_slices(kt.dense_data(5)).batch(3)
         step = tf.function(lambda batch: strategy.run(lambda part: model(part[0]), (batch,)))
@@ -287,6 +286,14 @@ class LossesTest(kt.TrainingTestCase):
         step(first)
         with self.assertRaisesRegex(tf.errors.InvalidArgumentError, "drop_remainder=True"):
             step(last)
+
+    def test_float64(self):
+        """A third, and the mean of random numbers, would have the digits of float32."""
+        strategy, loss = kt.strategy_of(3), keras.losses.MeanAbsoluteError(dtype="float64")
+        rows = tu.distributed(strategy, lambda replica: tf.zeros([2, 1], tf.float64))
+        draw = functools.partial(keras.random.normal, [2, 1], 0.1, 0.0, "float64")
+        losses = strategy.run(lambda rows: loss(rows, draw()), (rows,))
+        self.assertAllClose(0.1, strategy.reduce("SUM", losses, axis=None), 1e-12, 1e-12)
 
     def test_a_loss_in_the_scope(self):
         """Outside of a step it is one of all examples, as of data to validate with."""
@@ -313,8 +320,7 @@ class LossesTest(kt.TrainingTestCase):
                 return loss
 
         def trained(count: int) -> list[Any]:
-            strategy = kt.strategy_of(count)
-            with strategy.scope():
+            with (strategy := kt.strategy_of(count)).scope():
                 model = kt.model_of(kt.dense_layers, "sgd", kind=Own)
             step = getattr(model, method)
 
@@ -406,9 +412,8 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
 
         rows, gradients = (step if eager else tf.function(step))()
         of_each = tf.reshape(2 * WEIGHTS[:4], [2, 2, 1])  # Each of the replicas has this loss.
-        for own, gradient, expected in zip(
-            *map(strategy.experimental_local_results, (rows, gradients)), of_each, strict=True
-        ):
+        results = map(strategy.experimental_local_results, (rows, gradients))
+        for own, gradient, expected in zip(*results, of_each, strict=True):
             self.assertAllEqual(own, tf.ones([4, 1]))
             self.assertAllEqual(gradient, expected)
 
@@ -418,8 +423,7 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
             strategy.run(lambda: tfcdo.keras.global_batch(tf.constant(3.0)))
 
     def test_graph_ends_with_its_function(self):
-        strategy = tfcdo.MirroredStrategy(tu.device_names(2))
-        with strategy.scope():
+        with (strategy := tfcdo.MirroredStrategy(tu.device_names(2))).scope():
             layer = keras.layers.BatchNormalization(synchronized=True)
             layer.build((None, 3))
 

@@ -56,7 +56,7 @@ def dropout(
     dtype = inputs.dtype
     drawn = _rows_of(here, tf.raw_ops.StatelessRandomUniformV2, shape, dtype, seed)
     scale = tf.constant(1 / (1 - rate), dtype)
-    return tf.where(drawn >= tf.cast(rate, dtype), inputs * scale, tf.zeros([], dtype))
+    return tf.where(drawn >= tf.convert_to_tensor(rate, dtype), inputs * scale, tf.zeros([], dtype))
 
 
 def uniform(
@@ -91,7 +91,7 @@ def normal(
         return own(shape, mean, stddev, dtype, seed)
     kind = tf.as_dtype(dtype or keras.config.floatx())
     drawn = _rows_of(here, tf.raw_ops.StatelessRandomNormalV2, shape, kind, seed)
-    return drawn * tf.cast(stddev, kind) + tf.cast(mean, kind)
+    return drawn * tf.convert_to_tensor(stddev, kind) + tf.convert_to_tensor(mean, kind)
 
 
 def whole_batch(own: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:

@@ -24,7 +24,7 @@ Function = Callable[..., Any]
 def scaled(own: Function, value: Any) -> Any:
     """Stands for `scale_loss_for_distribution`: a mean counts by this replica's share of rows."""
     here = step.current_several()
-    if here is None or here.is_even:
+    if here is None:
         return value if _is_of_all() else own(value)
     return here.keep(value * here.share(value.dtype))
 

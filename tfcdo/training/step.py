@@ -80,7 +80,7 @@ class ReplicaStep:
     def share(self, dtype: Any) -> tf.Tensor:
         """Returns this replica's part of all examples, a number from 0 to 1."""
         if self.rows is None or self.is_even:
-            return tf.cast(1.0 / self.replicas, dtype)
+            return tf.constant(1.0 / self.replicas, dtype)  # A cast would first make float32 of it.
         return tf.cast(tf.cast(self.rows, tf.float64) / tf.cast(self.total, tf.float64), dtype)
 
     def keep(self, values: Any) -> Any:

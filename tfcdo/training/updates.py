@@ -174,7 +174,8 @@ def check_metrics(model: Any) -> None:
             raise ValueError(
                 f"the metric of the variable {keras_internals.path_of(variable)!r} must be made in "
                 f"the scope of the strategy of its model, {type(strategy).__name__}; it was made "
-                "outside: move the line that makes it into `with strategy.scope():`"
+                "outside: move the line that makes it, or that calls model.compile, into "
+                "`with strategy.scope():`"
             )
 
 
@@ -499,7 +500,8 @@ def _clipped(
         with tf.device(devices[at]):
             squares.append(tf.reduce_sum(tf.square(getattr(total, "values", total))))
     with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
-        norm = tf.sqrt(tf.add_n([tf.cast(square, tf.float32) for square in squares]))
+        widest = max(tf.float32, *(one.dtype for one in squares), key=lambda dtype: dtype.size)
+        norm = tf.sqrt(tf.add_n([tf.cast(square, widest) for square in squares]))
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
     clipped = []
     for total, at in zip(sums, owner, strict=True):
