@@ -150,7 +150,14 @@ class ComparisonTest(kt.TrainingTestCase):
             found = rf"^replica 2 holds other numbers of \S*{variable} .* 1 differ somewhere$"
             self.assertRegex(str(comparison.difference()), found)
             _break(model, variable, 2, -more)
-        _break(model, "bias", 1, 1e-6)
+        # Other variables by less: unlike processors add up a norm in other orders.
+        _break(model, "bias", 2, 1e-7)
+        self.assertIsNone(comparison.difference())
+        _break(model, "bias", 1, 1e-5)
+        self.assertRegex(str(comparison.difference()), r"^replica 1 .*bias.* 1 differ somewhere$")
+        comparison.allow_drift()  # In a later `fit`.
+        self.assertIsNone(comparison.difference())
+        _break(model, "bias", 1)
         self.assertRegex(str(comparison.difference()), r"^replica 1 .*bias.* 1 differ somewhere$")
 
 

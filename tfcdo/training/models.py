@@ -36,9 +36,10 @@ _OF_STEPS = (
 )
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
-# Each device adds equal rows in an order of its own: parts of a variable's size, in 32 bits, and of
-# the rounding of one addition in 16.
-_ROUNDING_OF_ROWS, _ROUNDINGS_OF_ROWS = 1e-4, 64
+# Parts of a variable's size by which replicas may differ: a number of roundings, as unlike
+# processors add up a norm in other orders; what these grow to in a training of any length; and
+# where rows are added, which each device does in an order of its own.
+_ROUNDINGS, _DRIFT, _OF_ROWS = 64, 1e-2, 1e-4
 
 
 def install() -> None:
@@ -223,8 +224,8 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
     _agree_on_steps(own, model, args, kwargs)
-    # Weights may have been assigned since the last one.
-    getattr(model.train_function, "calls", []).clear()
+    if isinstance(model.train_function, CheckedFunction):
+        model.train_function.calls = 0  # Weights may have been assigned since the last `fit`.
     with keras_internals.fitting(model):
         history = own(model, *args, **kwargs)
     if is_ours:
@@ -354,9 +355,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
         if extended.outer is not None:  # What a step returns is this host's.
             function = step.during(host_alone=True)(function)
         if extended.checks_in_sync:
-            comparison = functools.cache(functools.partial(WeightComparison, model))
-            checked: Any = functools.partial(run_checked, function, comparison, [])
-            checked.calls, function = checked.args[-1], checked  # `fit` clears them.
+            function = CheckedFunction(function, model)
         model.train_function = function
     return None
 
@@ -412,7 +411,6 @@ class WeightComparison:
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
         variables = [*model.trainable_variables, *_of_optimizers(model)]
-        self.times = 0  # How often a training has been compared.
         self._variables = [  # All replicas hold the same numbers of these.
             variable
             for variable in variables
@@ -424,17 +422,23 @@ class WeightComparison:
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common
-        self._digests = self._of_all(digest, self._variables)
+        self._digests = self._of_all(digest)
+        self._sketches = self._of_all(sketch)
         by_rows = [path.replace("/", "_") for path in self._strategy.extended.updated_by_rows]
-        self._by_rows = [  # With the optimizer's variables for them.
-            at
-            for at, variable in enumerate(self._variables)
-            if any(path in variable.path.replace("/", "_") for path in by_rows)
-        ]
-        rows = [self._variables[at] for at in self._by_rows]
-        self._sketches = self._of_all(sketch, rows)
-        once = [ROUNDOFF.get(variable.value.dtype.name, 0.0) for variable in rows]
-        self._may_differ = np.maximum(_ROUNDING_OF_ROWS, _ROUNDINGS_OF_ROWS * np.array(once))
+
+        def may_differ(variable: Any) -> float:
+            dtype, path = variable.value.dtype, variable.path.replace("/", "_")
+            if not dtype.is_floating:
+                return -1.0
+            rounding = _ROUNDINGS * max(2.0**-24, ROUNDOFF.get(dtype.name, 0.0))
+            # With the optimizer's variables for it.
+            return max(rounding, _OF_ROWS) if any(one in path for one in by_rows) else rounding
+
+        self._may_differ = np.array([*map(may_differ, self._variables)])
+
+    def allow_drift(self) -> None:
+        """Lets variables differ by what rounding grows to in a training of any length."""
+        self._may_differ = np.where(self._may_differ < 0, -1.0, _DRIFT)
 
     def difference(self) -> str | None:
         """Returns which variable and replica differ first, and by how much; None if none does."""
@@ -448,12 +452,10 @@ class WeightComparison:
             alone = np.arange(len(variables)) < self._num_of_host
             others = np.where(alone, of_host[:, None], 0)  # With which each is compared.
             differs = digests != np.take_along_axis(digests, others, 0)
-            if self.times > _FIRST_CALLS:  # Rounding grows with the steps.
-                differs[:, self._by_rows] = False
-            if differs[:, self._by_rows].any():
+            if differs.any():
                 parts, sizes = np.moveaxis(self._sketches().numpy(), 2, 0)
-                apart = parts - np.take_along_axis(parts, others[:, self._by_rows], 0)
-                differs[:, self._by_rows] &= ~(np.abs(apart) <= self._may_differ * sizes)
+                apart = parts - np.take_along_axis(parts, others, 0)
+                differs &= ~(np.abs(apart) <= self._may_differ * sizes)
             differing = np.flatnonzero(differs.any(0))
             if not len(differing):
                 return None
@@ -472,12 +474,12 @@ class WeightComparison:
             f"variables {len(differing)} differ somewhere"
         )
 
-    def _of_all(self, function: Function, variables: list[Any]) -> Any:
+    def _of_all(self, function: Function) -> Any:
         """Returns a function that gathers what `function` makes of variables on all replicas."""
 
         def here() -> tf.Tensor:
             results = []
-            for variable in variables:
+            for variable in self._variables:
                 tensor = tf.convert_to_tensor(variable)
                 # A slot that only its owner has is read there, and only the result is sent.
                 with tf.device(tensor.device):
@@ -488,24 +490,32 @@ class WeightComparison:
         return tf.function(lambda: strategy.gather(strategy.run(here), axis=0), autograph=False)
 
 
-def run_checked(
-    train_function: Function, comparison: Function, calls: list[Any], /, *args: Any
-) -> Any:
-    """Calls a model's train function; the first `calls` of a `fit` also compare all replicas."""
-    logs = train_function(*args)
-    if len(calls) == _FIRST_CALLS:
+class CheckedFunction:
+    """A model's train function, whose first calls in each `fit` also compare all replicas."""
+
+    def __init__(self, function: Function, model: Any) -> None:
+        self._function, self._model = function, model
+        self._comparison: WeightComparison | None = None
+        self.calls = 0  # In this `fit`.
+
+    def __call__(self, *args: Any) -> Any:
+        """Calls it, and returns its logs."""
+        logs = self._function(*args)
+        if self.calls == _FIRST_CALLS:
+            return logs
+        self.calls += 1
+        if self._comparison is None:  # The optimizer has its variables now.
+            self._comparison = WeightComparison(self._model)
+        difference = self._comparison.difference()
+        if difference is not None:
+            raise RuntimeError(
+                f"after execution {self.calls} of the train step, {difference}. All hosts must "
+                "start with the same weights and update them alike; "
+                "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
+            )
+        if self.calls == _FIRST_CALLS:
+            self._comparison.allow_drift()
         return logs
-    # The optimizer has its variables after the first call.
-    calls.append(None)
-    comparison().times += 1
-    difference = comparison().difference()
-    if difference is not None:
-        raise RuntimeError(
-            f"after execution {len(calls)} of the train step, {difference}. All hosts must start "
-            "with the same weights and update them alike; "
-            "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
-        )
-    return logs
 
 
 def digest(tensor: tf.Tensor) -> tf.Tensor:
