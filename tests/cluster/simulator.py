@@ -1,15 +1,19 @@
 """Runs the rules of `tfcdo.cluster.protocol` on made-up hosts, launchers, messages and faults.
 
-`make simulate` runs a million schedules of `simulator_test`. A schedule is drawn from its seed,
-which replays it: hosts, launchers, delays of messages, and up to three faults, also while the job
-recovers from another one. Messages of one connection stay in order; messages of others do not.
+    python tests/cluster/simulator.py [--schedules 1000000] [--seed 0]
+
+A schedule is drawn from its seed, which replays it: hosts, launchers, delays of messages, and up to
+three faults, also while the job recovers from another one. Messages of one connection stay in
+order; messages of others do not.
 """
 
 from __future__ import annotations
 
+import argparse
 import heapq
 import inspect
 import random
+import sys
 import types
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -121,6 +125,7 @@ class World:
         self.bug = None
         if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
             self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
+        self.states: set[tuple[str, ...]] = set()  # All hosts' states, when there was a fault.
         self.memberships: dict[str, list[Process]] = {}
         count = int(draw() * 3.99)
         # After some number of events: most in a first run, some while the job recovers.
@@ -338,6 +343,7 @@ def inject(world: World, kind: str) -> None:
     alive = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
     if not alive:
         return
+    world.states.add(tuple(process.phase for process in alive))
     process = alive[int(draw() * len(alive))]
     if not (kind == "damage" or (kind == "notice" and process.is_fitting)):
         for touched in alive if kind in ("kill both", "replace", "end") else [process]:
@@ -412,3 +418,23 @@ def schedules(first: int, count: int, rules: Any = RULES) -> Iterator[World]:
             faults = "; ".join(world.log) or "no fault"
             raise BrokenError(f"seed {seed}: {error} ({world.hosts} hosts; {faults})") from None
         yield world
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--schedules", type=int, default=1_000_000)
+    parser.add_argument("--seed", type=int, default=0)
+    arguments = parser.parse_args()
+    events = 0
+    states: set[tuple[str, ...]] = set()
+    for number, world in enumerate(schedules(arguments.seed, arguments.schedules), 1):
+        events += world.events
+        states |= world.states
+        if number % 10_000 == 0 or number == arguments.schedules:
+            counts = f"{number:,} schedules, {events:,} events, faults in {len(states):,} states"
+            print(f"{counts} of hosts: all invariants hold", flush=True)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
