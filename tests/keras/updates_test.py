@@ -384,7 +384,7 @@ class GradientsTest(kt.TrainingTestCase):
 
         self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
-    @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large"))
+    @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large", "two"))
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
         """One device looks each up once for a batch. TensorFlow captures a large table of them."""
         of_examples = np.arange(800).reshape(4, 200)[:, : 200 if indices == "large" else 2] % 3
@@ -398,7 +398,9 @@ class GradientsTest(kt.TrainingTestCase):
             def call(self, x: Any) -> Any:
                 positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)
                 found = self.table(positions if indices == "positions" else self.constant)
-                return keras.ops.tanh(x[..., None] + keras.ops.sum(found, 1))
+                words = keras.ops.cast(keras.ops.abs(9 * x), "int32") % 4
+                own = self.table(words) if indices == "two" else x[..., None]
+                return keras.ops.tanh(own + keras.ops.sum(found, 1))
 
         def make(run_eagerly: bool) -> keras.Model:
             layers = [keras.layers.Input([4]), Lookup(), keras.layers.Flatten()]

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import functools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import tensorflow as tf
@@ -142,23 +142,68 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def as_on_one_device(totals: Sequence[Any], parts: Sequence[Any]) -> Sequence[Any]:
+def by_lookup(grads: Sequence[Any], sum_equal: bool) -> tuple[list[Any], list[int]]:
+    """Divides rows by lookups of a table, if one device has some once; tells whose each part is.
+
+    With `sum_equal`, a sum has each row once anyway.
+    """
+    found: list[Any] = []
+    of: list[int] = []
+    for at, grad in enumerate(grads):
+        lookups = () if sum_equal else _lookups(tf_internals.components(grad))
+        found += map(tf_internals.per_replica, lookups) if lookups else [grad]
+        of += [at] * (len(lookups) or 1)
+    return found, of
+
+
+def _lookups(parts: Sequence[Any]) -> list[Sequence[Any]]:
+    """Returns the rows of each lookup, which the tape has joined; none if it does not matter."""
+    if not all(map(_is_in_graph, parts)):
+        return []
+    joined = {(part.indices.op.type, len(part.indices.op.inputs)) for part in parts}
+    if len(joined) != 1 or joined.pop()[0] != "ConcatV2":
+        return []
+    divided = []
+    for part in parts:
+        *own, _ = part.indices.op.inputs
+        with tf.device(part.values.device):
+            values = tf.split(part.values, [tf.size(indices) for indices in own])
+            divided.append([*map(tf.IndexedSlices, values, own, [part.dense_shape] * len(own))])
+    found: list[Sequence[Any]] = [*zip(*divided, strict=True)]
+    return found if any(map(_how_once, found)) else []
+
+
+def as_on_one_device(
+    sums: Sequence[Any], parts: Sequence[Any], of: Sequence[int], sum_equal: bool
+) -> list[list[Any]]:
     """Adds rows that one device has once: of sparse ids, and of constants, such as positions.
 
-    If run eagerly, all rows stay.
+    The sums, and what was summed, are of `by_lookup`. If run eagerly, all rows stay. Returns each
+    gradient's sum on one device or on all.
     """
-    if not all(isinstance(one, tf.IndexedSlices) for one in (*totals, *parts)):
-        return totals
-    if not tf.is_symbolic_tensor(parts[0].indices):
-        return totals
-    devices = [total.device for total in totals]
+    found: list[list[Sequence[Any]]] = [[] for _ in {*of}]
+    for total, part, at in zip(sums, parts, of, strict=True):
+        own: Sequence[Any] = tf_internals.components(total)
+        how = None if sum_equal else _how_once(tf_internals.components(part))
+        if how is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
+            own = numerics.on_each([one.device for one in own], how, own)
+        found[at].append(own)
+    return [[join(one, one[0].device) for one in zip(*own, strict=True)] for own in found]
+
+
+def _is_in_graph(part: Any) -> bool:
+    return isinstance(part, tf.IndexedSlices) and tf.is_symbolic_tensor(part.indices)
+
+
+def _how_once(parts: Sequence[Any]) -> Callable[[tf.IndexedSlices], tf.IndexedSlices] | None:
+    """Returns what makes of all replicas' rows those that one device has once; None: all."""
+    if not all(map(_is_in_graph, parts)):
+        return None
     count = parts[0].indices.shape[0]
     first, *others = map(_constants, parts)
     if count and first is not None and all(one == first for one in others):
-        return numerics.on_each(devices, functools.partial(_add_parts, count=count), totals)
-    if _are_unique(parts[0]):
-        return numerics.on_each(devices, add_equal, totals)
-    return totals
+        return functools.partial(_add_parts, count=count)
+    return add_equal if _are_unique(parts[0]) else None
 
 
 def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:

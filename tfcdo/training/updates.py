@@ -195,12 +195,12 @@ def summed(
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
         paths = [keras_internals.path_of(variables[i]) for i in at]
-        sums = strategy.extended.sum_gradients([grads[i] for i in at], paths)
-        _note_updates_by_rows(strategy, paths, sums)
-        for i, total in zip(at, sums, strict=True):
-            own = tf_internals.components(total)
-            added = _rows_as_on_one_device(strategy, own, grads[i])
-            results[i] = total if added is own else tf_internals.per_replica(added)
+        sum_equal = _sum_equal_rows(strategy)
+        parts, of = rows.by_lookup([grads[i] for i in at], sum_equal)
+        sums = strategy.extended.sum_gradients(parts, [paths[k] for k in of])
+        _note_updates_by_rows(strategy, [paths[k] for k in of], sums)
+        for i, own in zip(at, rows.as_on_one_device(sums, parts, of, sum_equal), strict=True):
+            results[i] = tf_internals.per_replica(own)
     return [results.get(i) for i in range(len(grads))]
 
 
@@ -215,14 +215,10 @@ def _note_updates_by_rows(
     )
 
 
-def _rows_as_on_one_device(
-    strategy: tf.distribute.Strategy, totals: Sequence[Any], grad: Any
-) -> Sequence[Any]:
-    """Returns a sum, on one device or all, with rows once that one device has once."""
+def _sum_equal_rows(strategy: tf.distribute.Strategy) -> bool:
+    """Returns whether a sum has each row only once, by an option of the cross-device ops."""
     options = getattr(strategy.extended._cross_device_ops, "_options", None)
-    if options is not None and options.sum_equal_rows:
-        return totals
-    return rows.as_on_one_device(totals, tf_internals.components(grad))
+    return options is not None and options.sum_equal_rows
 
 
 def _largest(
@@ -425,12 +421,13 @@ def _update_shards(
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
     paths = [keras_internals.path_of(variable) for variable in variables]
-    owned = strategy.extended._cross_device_ops.reduce_to_owners(grads, paths, owner, devices)
-    _note_updates_by_rows(strategy, paths, owned.sums)
-    sums = [
-        _rows_as_on_one_device(strategy, [total], grad)[0]
-        for total, grad in zip(owned.sums, grads, strict=True)
-    ]
+    sum_equal = _sum_equal_rows(strategy)
+    parts, of = rows.by_lookup(grads, sum_equal)
+    owned = strategy.extended._cross_device_ops.reduce_to_owners(
+        parts, [paths[i] for i in of], [owner[i] for i in of], devices
+    )
+    _note_updates_by_rows(strategy, [paths[i] for i in of], owned.sums)
+    sums = [total for [total] in rows.as_on_one_device(owned.sums, parts, of, sum_equal)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
@@ -461,8 +458,11 @@ def _update_shards(
                     slots.setdefault(id(slot), (slot, []))[1].append(here.replica)
 
     strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
-    for value, at, arrived in zip(values, owner, owned.send(changed), strict=True):
-        _send(value.values, at, arrived, devices)
+    # Of several sums for one variable, the first one's place has it.
+    first = [of.index(i) for i in range(len(values))]
+    arrived = owned.send([changed[i] if first[i] == k else tf.zeros([0]) for k, i in enumerate(of)])
+    for value, at, k in zip(values, owner, first, strict=True):
+        _send(value.values, at, arrived[k], devices)
     # Each replica has updated all averages, from its own values of the variables. Slots that Keras
     # does not know as a variable's are those that only one owner has written, as Adafactor's.
     of_owners = list(zip(keras_internals.averages(leaf, variables), owner, strict=False))
