@@ -36,10 +36,10 @@ _OF_STEPS = (
 )
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
-# Parts of a variable's size by which replicas may differ: a number of roundings, as unlike
-# processors add up a norm in other orders; what these grow to in a training of any length; and
-# where rows are added, which each device does in an order of its own.
-_ROUNDINGS, _DRIFT, _OF_ROWS = 64, 1e-2, 1e-4
+# Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
+# processors add up a norm in other orders; where rows are added, which each device does in an order
+# of its own; and what these grow to in a training of any length.
+_OF_NORMS, _OF_ROWS, _DRIFT = 64 * 2.0**-24, 1e-4, 1e-2
 
 
 def install() -> None:
@@ -430,15 +430,17 @@ class WeightComparison:
             dtype, path = variable.value.dtype, variable.path.replace("/", "_")
             if not dtype.is_floating:
                 return -1.0
-            rounding = _ROUNDINGS * max(2.0**-24, ROUNDOFF.get(dtype.name, 0.0))
-            # With the optimizer's variables for it.
-            return max(rounding, _OF_ROWS) if any(one in path for one in by_rows) else rounding
+            once = ROUNDOFF.get(dtype.name, 0.0)  # Of 16 bits.
+            if any(one in path for one in by_rows):  # With the optimizer's variables for it.
+                return max(_OF_ROWS, 64 * once)
+            return max(_OF_NORMS, 4 * once)
 
         self._may_differ = np.array([*map(may_differ, self._variables)])
 
     def allow_drift(self) -> None:
         """Lets variables differ by what rounding grows to in a training of any length."""
-        self._may_differ = np.where(self._may_differ < 0, -1.0, _DRIFT)
+        grown = np.maximum(self._may_differ, _DRIFT)
+        self._may_differ = np.where(self._may_differ < 0, -1.0, grown)
 
     def difference(self) -> str | None:
         """Returns which variable and replica differ first, and by how much; None if none does."""
