@@ -40,7 +40,8 @@ class StatisticsTest(TrainingTestCase):
         self.assertAllClose(inside, loaded.evaluate(*data(), 6, verbose=0), rtol=1e-6)
         options = {"verbose": 0, "shuffle": False, "validation_data": data(12)}
         history = model.fit(*data(), 6, validation_batch_size=6, **options).history
-        self.assertAllClose(history["val_loss"][-1], model.evaluate(*data(12), 6), rtol=1e-6)
+        expected = model.evaluate(*data(12), 6, verbose=0)
+        self.assertAllClose(history["val_loss"][-1], expected, rtol=1e-6)
 
     def test_replicas_without_examples_take_the_others(self):
         options: dict[str, Any] = {"replicas": 3, "tolerance": 2e-6, "batch_size": 1}

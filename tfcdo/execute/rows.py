@@ -163,14 +163,15 @@ def _lookups(parts: Sequence[Any]) -> list[Sequence[Any]]:
     joined = {(part.indices.op.type, len(part.indices.op.inputs)) for part in parts}
     if len(joined) != 1 or joined.pop()[0] != "ConcatV2":
         return []
+    indices = [part.indices.op.inputs[:-1] for part in parts]
+    if not any(map(_how_once, zip(*indices, strict=True))):
+        return []
     divided = []
-    for part in parts:
-        *own, _ = part.indices.op.inputs
+    for part, own in zip(parts, indices, strict=True):
         with tf.device(part.values.device):
-            values = tf.split(part.values, [tf.size(indices) for indices in own])
+            values = tf.split(part.values, [*map(tf.size, own)])
             divided.append([*map(tf.IndexedSlices, values, own, [part.dense_shape] * len(own))])
-    found: list[Sequence[Any]] = [*zip(*divided, strict=True)]
-    return found if any(map(_how_once, found)) else []
+    return [*zip(*divided, strict=True)]
 
 
 def as_on_one_device(
@@ -184,7 +185,10 @@ def as_on_one_device(
     found: list[list[Sequence[Any]]] = [[] for _ in {*of}]
     for total, part, at in zip(sums, parts, of, strict=True):
         own: Sequence[Any] = tf_internals.components(total)
-        how = None if sum_equal else _how_once(tf_internals.components(part))
+        own_parts = tf_internals.components(part)
+        how = None
+        if not sum_equal and all(map(_is_in_graph, own_parts)):
+            how = _how_once([one.indices for one in own_parts])
         if how is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
             own = numerics.on_each([one.device for one in own], how, own)
         found[at].append(own)
@@ -195,15 +199,15 @@ def _is_in_graph(part: Any) -> bool:
     return isinstance(part, tf.IndexedSlices) and tf.is_symbolic_tensor(part.indices)
 
 
-def _how_once(parts: Sequence[Any]) -> Callable[[tf.IndexedSlices], tf.IndexedSlices] | None:
+def _how_once(
+    indices: Sequence[tf.Tensor],
+) -> Callable[[tf.IndexedSlices], tf.IndexedSlices] | None:
     """Returns what makes of all replicas' rows those that one device has once; None: all."""
-    if not all(map(_is_in_graph, parts)):
-        return None
-    count = parts[0].indices.shape[0]
-    first, *others = map(_constants, parts)
+    count = indices[0].shape[0]
+    first, *others = map(_constants, indices)
     if count and first is not None and all(one == first for one in others):
         return functools.partial(_add_parts, count=count)
-    return add_equal if _are_unique(parts[0]) else None
+    return add_equal if _are_unique(indices[0]) else None
 
 
 def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
@@ -213,10 +217,10 @@ def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
     return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
 
 
-def _constants(part: tf.IndexedSlices) -> list[Any] | None:
+def _constants(indices: tf.Tensor) -> list[Any] | None:
     """Returns the constants that indices depend on; None if they depend on anything else."""
     found: list[Any] = []
-    seen, waiting = set(), [part.indices]
+    seen, waiting = set(), [indices]
     while waiting:
         tensor = waiting.pop()
         if tensor is None:  # An argument of a function.
@@ -237,9 +241,9 @@ def _constants(part: tf.IndexedSlices) -> list[Any] | None:
     return found
 
 
-def _are_unique(value: tf.IndexedSlices) -> bool:
+def _are_unique(indices: tf.Tensor) -> bool:
     """Returns whether indices differ, as a lookup of sparse ids, or of positions, makes them."""
-    op = value.indices.op
+    op = indices.op
     while op.type in _PASSED_ON:
         op = op.inputs[_PASSED_ON[op.type]].op
     return op.type in _UNIQUE

@@ -194,11 +194,11 @@ def summed(
     results = _largest(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
-        paths = [keras_internals.path_of(variables[i]) for i in at]
         sum_equal = _sum_equal_rows(strategy)
         parts, of = rows.by_lookup([grads[i] for i in at], sum_equal)
-        sums = strategy.extended.sum_gradients(parts, [paths[k] for k in of])
-        _note_updates_by_rows(strategy, [paths[k] for k in of], sums)
+        paths = [keras_internals.path_of(variables[at[k]]) for k in of]
+        sums = strategy.extended.sum_gradients(parts, paths)
+        _note_updates_by_rows(strategy, paths, sums)
         for i, own in zip(at, rows.as_on_one_device(sums, parts, of, sum_equal), strict=True):
             results[i] = tf_internals.per_replica(own)
     return [results.get(i) for i in range(len(grads))]
@@ -420,13 +420,13 @@ def _update_shards(
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
-    paths = [keras_internals.path_of(variable) for variable in variables]
     sum_equal = _sum_equal_rows(strategy)
     parts, of = rows.by_lookup(grads, sum_equal)
+    paths = [keras_internals.path_of(variables[i]) for i in of]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(
-        parts, [paths[i] for i in of], [owner[i] for i in of], devices
+        parts, paths, [owner[i] for i in of], devices
     )
-    _note_updates_by_rows(strategy, [paths[i] for i in of], owned.sums)
+    _note_updates_by_rows(strategy, paths, owned.sums)
     sums = [total for [total] in rows.as_on_one_device(owned.sums, parts, of, sum_equal)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
