@@ -102,6 +102,18 @@ class AgreementTest(parameterized.TestCase):
         self.assertCountEqual([0, 2, 4], numbers)
         self.assertEqual([numbers[0], 6], again)
 
+    def test_one_thread_at_a_time_may_call(self):
+        def program(host, own):
+            with own.calling(kind(what="fit")), futures.ThreadPoolExecutor(1) as pool:
+                with own.calling(kind(what="evaluate")):  # In a callback.
+                    pass
+                other = own.calling(kind(what="predict"))
+                error = str(pool.submit(other.__enter__).exception(10.0))
+                self.assertRegex(error, r"may call fit, .*_0 calls predict while \S+ is in fit")
+            self.assertIn("one thread at a time", own.failure())
+
+        self.assertEqual([None] * 3, on_all_hosts(program, 10.0))
+
     def test_another_collective(self):
         def program(host, own):
             own.number(kind("f[2]"), 2)

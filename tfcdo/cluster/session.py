@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import atexit
 import collections
+import contextlib
 import functools
 import itertools
 import json
@@ -53,6 +54,7 @@ class Session:
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
+        self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
         self._texts: set[str] = set()  # That this host, the chief, has made.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -61,12 +63,32 @@ class Session:
         """Waits until all hosts have announced the same description."""
         self.number(description, 0)
 
-    def agree_on_call(self, name: str) -> None:
+    @contextlib.contextmanager
+    def calling(self, call: Description) -> Iterator[None]:
         """Waits until all hosts have come to the same call of a function, such as the second."""
-        # A host that has caught an error, and calls again, would meet the others in their first.
+        name, me = call["what"], threading.current_thread()
         with self._lock:
-            turn = next(self._uses[f"calls/{name}"]) + 1
-        self.agree({"what": f"call {turn} of {name}"})
+            outer, thread = running = self._running
+            is_alone = thread in (None, me)  # A callback of `fit` may call `evaluate`.
+            if is_alone:
+                self._running = name, me
+                # A host that has caught an error would meet the others in an earlier call.
+                turn = next(self._uses[f"calls/{name}"]) + 1
+        if not is_alone:  # On each host two threads start collectives in an order of their own.
+            host = self.cluster.name(self.cluster.index)
+            reason = (
+                "one thread at a time may call fit, evaluate and predict on several hosts, or one "
+                f"model's gradients are added to another's; on {host}, {me.name} calls {name} "
+                f"while {thread.name} is in {outer}"
+            )
+            self.fail(reason)
+            raise RuntimeError(reason)
+        try:
+            self.agree(call)
+            self.agree({"what": f"call {turn} of {name}"})
+            yield
+        finally:
+            self._running = running
 
     def number(self, description: Description, size: int) -> int:
         """Returns the first of `size` numbers of a kind: the same on all hosts, no other kind's."""

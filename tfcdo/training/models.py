@@ -223,24 +223,26 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     if is_ours and len(args) < 2 and isinstance(data, tf.data.Dataset):
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
-    _agree_on_steps(own, model, args, kwargs)
-    if isinstance(model.train_function, CheckedFunction):
-        model.train_function.calls = 0  # Weights may have been assigned since the last `fit`.
-    with keras_internals.fitting(model):
-        history = own(model, *args, **kwargs)
-    if is_ours:
-        diloco.finish(model.distribute_strategy, updates.states_of_model(model))
+    with _with_other_hosts(own, model, args, kwargs):
+        if isinstance(model.train_function, CheckedFunction):
+            model.train_function.calls = 0  # Weights may have been assigned since the last `fit`.
+        with keras_internals.fitting(model):
+            history = own(model, *args, **kwargs)
+        if is_ours:
+            diloco.finish(model.distribute_strategy, updates.states_of_model(model))
     return history
 
 
-def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
-    """Raises an error on all hosts if these call `fit` and the like in different ways."""
+def _with_other_hosts(
+    own: Function, model: Any, args: Any, kwargs: Any
+) -> contextlib.AbstractContextManager[None]:
+    """Returns a context for `fit` and the like; an error if hosts call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     strategy = model.distribute_strategy
     several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
     joined = session.current() if several else None
     if joined is None:
-        return
+        return contextlib.nullcontext()
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
@@ -254,8 +256,7 @@ def _agree_on_steps(own: Function, model: Any, args: Any, kwargs: Any) -> None:
         "loss": [_name_of(one) for one in tf.nest.flatten(loss)],
         "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
     }
-    joined.agree({"what": own.__name__, **known, **about})
-    joined.agree_on_call(own.__name__)
+    return joined.calling({"what": own.__name__, **known, **about})
 
 
 def _name_of(value: Any) -> str:
@@ -320,8 +321,8 @@ def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any
 
 def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Evaluates or predicts with a model's parameters that all hosts have, in the same way."""
-    _agree_on_steps(own, model, args, kwargs)
-    return _with_common_parameters(own, model, *args, **kwargs)
+    with _with_other_hosts(own, model, args, kwargs):
+        return _with_common_parameters(own, model, *args, **kwargs)
 
 
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
