@@ -100,15 +100,6 @@ def install() -> None:
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the count of steps, and the learning rate, variables that each replica updates."""
-    # Keras has the first replica's number sent to the others, where replicas meet.
-
-    def create(make: Function, **options: Any) -> tf.Variable:
-        if options.get("aggregation") == tf.VariableAggregation.ONLY_FIRST_REPLICA:
-            options["aggregation"] = tf.VariableAggregation.NONE
-            # Not a statistic, whose mean hosts would have to meet for to read it.
-            options["synchronization"] = tf.VariableSynchronization.ON_WRITE
-        return make(**options)
-
     ours = step.is_ours(tf.distribute.get_strategy())
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums. A
@@ -121,8 +112,20 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
             if keras_internals.has_own(optimizer, name):
                 users = next(one for one in type(optimizer).__mro__ if name in vars(one))
                 keras_internals.extend(users, name, function)
-    with tf.variable_creator_scope(create) if ours else contextlib.nullcontext():
+    with tf.variable_creator_scope(_make_variable) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
+
+
+def _make_variable(make: Function, **options: Any) -> tf.Variable:
+    """Makes an optimizer's variable, which each replica updates."""
+    none = tf.VariableAggregation.NONE
+    # Keras has the first replica's number sent to the others, where replicas meet.
+    if options.get("aggregation") in (none, tf.VariableAggregation.ONLY_FIRST_REPLICA):
+        options["aggregation"] = none
+        if options.get("synchronization") != tf.VariableSynchronization.ON_READ:
+            # Not a statistic, whose mean hosts would have to meet for to read it.
+            options["synchronization"] = tf.VariableSynchronization.ON_WRITE
+    return make(**options)
 
 
 def _extended_of(optimizer: Any) -> Any:
@@ -163,8 +166,11 @@ def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
 def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Builds an optimizer in its strategy's scope: a program of one device calls it anywhere."""
     strategy = keras_internals.strategy_of(optimizer)
-    is_outside = step.is_ours(strategy) and not tf.distribute.has_strategy()
-    with strategy.scope() if is_outside else contextlib.nullcontext():
+    with contextlib.ExitStack() as stack:
+        if step.is_ours(strategy):
+            if not tf.distribute.has_strategy():
+                stack.enter_context(strategy.scope())
+            stack.enter_context(tf.variable_creator_scope(_make_variable))
         own(optimizer, *args, **kwargs)
 
 
