@@ -60,7 +60,8 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
     """Returns the parts of replicas [first, first + count) of each batch, one after the other.
 
     Parts differ by at most one example, the larger ones first. A batch with fewer examples than
-    replicas leaves some parts empty.
+    replicas leaves some parts empty. The first tensor's rows are the examples: another one with a
+    multiple of them, such as the patches of images, is cut where the examples are.
     """
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
@@ -68,6 +69,16 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
                 "the dataset must have batches, to be divided among replicas; got elements of "
                 f"{dataset.element_spec}: call .batch(n) on it"
             )
+    examples, *others = _sizes(dataset.element_spec) or [None]
+    unlike = [n for n in others if n and n != examples and (not examples or n % examples)]
+    if unlike:
+        log.warn_once(
+            f"a dataset has batches with a tensor of {unlike[0]} rows, not a multiple of its first "
+            f"tensor's, {examples or 'unknown'}: each replica gets its part of these rows. If all "
+            "examples use all of them, as of a mask of time steps, call "
+            "tfcdo.keras.global_batch with this tensor in the model; else losses equal one "
+            f"device's if each tensor's rows divide by {replicas}"
+        )
     rows = _static_rows(dataset.element_spec)
     size = rows // replicas if rows is not None and rows % replicas == 0 else None
     # `flat_map` passes the parts of a plain tuple, but not of a named one.
@@ -89,13 +100,12 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
 
 @tf.autograph.experimental.do_not_convert
 def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
+    first = next(filter(tf.is_tensor, tf.nest.flatten(batch)), None)
+
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
-        rows = step.rows_of(value)
-        known = None if tf.is_tensor(index) else tf.get_static_value(rows)
-        begin, rows = place(rows if known is None else int(known), index, replicas)
-        part = step.slice_rows(value, begin, rows)
+        part = _rows_of(value, first, index, replicas)
         if size is not None and isinstance(part, tf.Tensor):
             part.set_shape([size, *value.shape[1:]])
         return part
@@ -104,15 +114,39 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     return tf.nest.map_structure(own, batch)
 
 
+def _rows_of(value: Any, first: Any, index: Any, replicas: int) -> Any:
+    """Returns a replica's rows of a value; several per row of the first one stay together."""
+    counts = step.rows_of(value), step.rows_of(first)
+    known = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
+    if None in known:
+        rows, examples = counts
+        each = rows // tf.maximum(examples, 1)
+        each = tf.maximum(tf.where(each * examples == rows, each, 1), 1)
+    else:
+        rows, examples = map(int, known)
+        each = max(rows // max(examples, 1), 1)
+        each = each if each * examples == rows else 1
+    begin, count = place(rows // each, index, replicas)
+    return step.slice_rows(value, begin * each, count * each)
+
+
 def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
     """Divides a batch that no dataset has, such as `train_on_batch`'s, among a host's devices."""
 
+    def has_rows(value: Any) -> bool:
+        return tf.is_tensor(value) and bool(value.shape.rank)
+
+    def to_tensor(value: Any) -> Any:
+        return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+    batch = tf.nest.map_structure(to_tensor, batch)
+    first = next(filter(has_rows, tf.nest.flatten(batch)), None)
+
     def divided(value: Any) -> Any:
-        value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
-        if not tf.is_tensor(value) or not value.shape.rank:
+        if not has_rows(value):
             return value
-        cut_at = functools.partial(_part, _copies(value), replicas=len(devices), size=None)
-        return step.on_each(devices, cut_at, range(len(devices)))
+        own = functools.partial(_rows_of, _copies(value), first, replicas=len(devices))
+        return step.on_each(devices, own, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
 
@@ -128,9 +162,14 @@ def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
 
 def _static_rows(spec: Any) -> int | None:
     """Returns the number of examples in each batch, if it is known and the same in all tensors."""
-    shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
-    rows = {shape[0] if shape is not None and shape.rank else None for shape in shapes}
+    rows = set(_sizes(spec))
     return rows.pop() if len(rows) == 1 else None
+
+
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the first size of each tensor in a batch, None if it is not known."""
+    shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
+    return [shape[0] if shape is not None and shape.rank else None for shape in shapes]
 
 
 def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
