@@ -61,7 +61,8 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
 
     Parts differ by at most one example, the larger ones first. A batch with fewer examples than
     replicas leaves some parts empty. The first tensor's rows are the examples: another one with a
-    multiple of them, such as the patches of images, is cut where the examples are.
+    multiple of them, such as the patches of images, is cut where the examples are. One of a
+    single row is for all examples.
     """
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
@@ -69,16 +70,7 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
                 "the dataset must have batches, to be divided among replicas; got elements of "
                 f"{dataset.element_spec}: call .batch(n) on it"
             )
-    examples, *others = _sizes(dataset.element_spec) or [None]
-    unlike = [n for n in others if n and n != examples and (not examples or n % examples)]
-    if unlike:
-        log.warn_once(
-            f"a dataset has batches with a tensor of {unlike[0]} rows, not a multiple of its first "
-            f"tensor's, {examples or 'unknown'}: each replica gets its part of these rows. If all "
-            "examples use all of them, as of a mask of time steps, call "
-            "tfcdo.keras.global_batch with this tensor in the model; else losses equal one "
-            f"device's if each tensor's rows divide by {replicas}"
-        )
+    _warn_of_unlike_sizes(dataset, replicas)
     rows = _static_rows(dataset.element_spec)
     size = rows // replicas if rows is not None and rows % replicas == 0 else None
     # `flat_map` passes the parts of a plain tuple, but not of a named one.
@@ -98,6 +90,24 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
     return parts_of_all.prefetch(count)
 
 
+def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
+    first, *others = sizes = _sizes(dataset.element_spec)
+    known = {None, *map(tf_internals.batch_size_of, made_from(dataset))}
+    unlike = [
+        size for size in others if size not in known | {1, first} and size % (first or size + 1)
+    ]
+    if first not in known and None in others:
+        unlike.insert(0, first)
+    if unlike:
+        log.warn_once(
+            f"a dataset has batches with a tensor of {unlike[0]} rows, where others have other "
+            f"numbers: {sizes}. Each replica gets its part of these rows; the first tensor, in a "
+            "dict by key, must have a row for each example. If all examples use all rows of "
+            "another one, as of a mask of time steps, call tfcdo.keras.global_batch with it in the "
+            f"model; else losses equal one device's if all numbers of rows divide by {replicas}"
+        )
+
+
 @tf.autograph.experimental.do_not_convert
 def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     first = next(filter(tf.is_tensor, tf.nest.flatten(batch)), None)
@@ -115,17 +125,19 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
 
 
 def _rows_of(value: Any, first: Any, index: Any, replicas: int) -> Any:
-    """Returns a replica's rows of a value; several per row of the first one stay together."""
+    """Returns a replica's rows of a value, one or several per row of the first one of its batch."""
+    if _sizes(value) == [1] != _sizes(first):  # For all examples.
+        return tf.nest.map_structure(tf.identity, value, expand_composites=True)
     counts = step.rows_of(value), step.rows_of(first)
     known = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
     if None in known:
-        rows, examples = counts
-        each = rows // tf.maximum(examples, 1)
-        each = tf.maximum(tf.where(each * examples == rows, each, 1), 1)
+        rows, total = counts
+        each = rows // tf.maximum(total, 1)
+        each = tf.maximum(tf.where(each * total == rows, each, 1), 1)
     else:
-        rows, examples = map(int, known)
-        each = max(rows // max(examples, 1), 1)
-        each = each if each * examples == rows else 1
+        rows, total = map(int, known)
+        each = max(rows // max(total, 1), 1)
+        each = each if each * total == rows else 1
     begin, count = place(rows // each, index, replicas)
     return step.slice_rows(value, begin * each, count * each)
 
