@@ -93,11 +93,10 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
 def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
     first, *others = sizes = _sizes(dataset.element_spec)
     known = {None, *map(tf_internals.batch_size_of, made_from(dataset))}
-    unlike = [
-        size for size in others if size not in known | {1, first} and size % (first or size + 1)
-    ]
-    if first not in known and None in others:
-        unlike.insert(0, first)
+    given = [size for size in others if size is not None and size not in known | {1, first}]
+    unlike = [size for size in given if not first or size % first]
+    if first is not None and first not in known and None in others:
+        unlike = [first, *unlike]
     if unlike:
         log.warn_once(
             f"a dataset has batches with a tensor of {unlike[0]} rows, where others have other "
@@ -129,13 +128,13 @@ def _rows_of(value: Any, first: Any, index: Any, replicas: int) -> Any:
     if _sizes(value) == [1] != _sizes(first):  # For all examples.
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
     counts = step.rows_of(value), step.rows_of(first)
-    known = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
+    known: Any = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
     if None in known:
         rows, total = counts
         each = rows // tf.maximum(total, 1)
         each = tf.maximum(tf.where(each * total == rows, each, 1), 1)
     else:
-        rows, total = map(int, known)
+        rows, total = (int(one) for one in known)
         each = max(rows // max(total, 1), 1)
         each = each if each * total == rows else 1
     begin, count = place(rows // each, index, replicas)
