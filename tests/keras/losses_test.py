@@ -16,6 +16,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import log
+from tfcdo.training.step import ReplicaStep, stand_ins
 
 
 class LossesTest(kt.TrainingTestCase):
@@ -260,11 +261,12 @@ class LossesTest(kt.TrainingTestCase):
         self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
 
     def test_no_layer_sees_an_empty_part(self):
-        """Kernels of some devices fail on nothing; a NaN of an example still counts."""
+        """Some kernels fail on nothing, or on zeros; a NaN of an example still counts."""
 
         class NeedsRows(keras.layers.Layer):
             def call(self, inputs: tf.Tensor) -> tf.Tensor:
-                with tf.control_dependencies([tf.debugging.assert_positive(tf.shape(inputs)[:1])]):
+                needed = tf.shape(inputs)[:1], tf.abs(inputs)
+                with tf.control_dependencies(map(tf.debugging.assert_positive, needed)):
                     return tf.identity(inputs)
 
         with kt.strategy_of(2).scope():
@@ -276,6 +278,18 @@ class LossesTest(kt.TrainingTestCase):
         targets[-1] = np.nan
         model.fit(inputs, targets, 6, shuffle=False, verbose=0)
         self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
+
+    @parameterized.parameters((1, [[[5], [6]], [[0, 5]], [[5, 6]]]), (0, [[[0]], [[0, 0]], [[0]]]))
+    def test_stand_ins_are_the_rows_of_an_example(self, rows, expected):
+        """Rows of zeros on a host without any; two rows per example, sparse and ragged ones."""
+        sparse = tf.sparse.from_dense(tf.constant([[0, 5]])[:rows])
+        ragged = tf.ragged.constant([[5, 6]])[:rows]
+        values = tf.constant([[5], [6]])[: 2 * rows], None, sparse, ragged
+        steps = [ReplicaStep(0, 2, rows), ReplicaStep(1, 2, 0)]
+        dense, none, sparse, ragged = stand_ins(steps, values)
+        self.assertIsNone(none)
+        found = dense.numpy(), tf.sparse.to_dense(sparse).numpy(), ragged.to_tensor().numpy()
+        self.assertEqual(expected, [one.tolist() for one in found])
 
     def test_an_own_loop_refuses_an_empty_part(self):
         with (strategy := kt.strategy_of(3)).scope():

@@ -9,6 +9,7 @@ from unittest import mock
 import keras
 import numpy as np
 import tensorflow as tf
+import testing_utils as tu
 from absl.testing import parameterized
 from keras_training import dense_data, dense_layers, model_of, strategy_of
 
@@ -76,6 +77,22 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
                 for whole, mine in zip(tf.nest.flatten(batch), tf.nest.flatten(part), strict=True):
                     if whole is not None:
                         self.assertAllEqual(_dense(whole)[start : start + count], _dense(mine))
+
+    def test_several_rows_per_example_and_rows_for_all_examples(self):
+        dataset = _Dataset.range(5).batch(5).map(lambda n: (n, tf.repeat(n, 4), n[:0], n[:3]))
+        own = [part.numpy().tolist() for batch in parts.cut(dataset, 0, 3, 3) for part in batch]
+        self.assertEqual([[4], [4] * 4, [], [2]], own[-4:])
+        of_one = parts.of_one_batch(next(iter(dataset)), tu.device_names(3))
+        self.assertEqual(own, [v.values[k].numpy().tolist() for k in range(3) for v in of_one])
+        with mock.patch.object(log, "warn_once") as warn:
+            for_all = dataset.map(lambda n, *_: (n, tf.ones([1]), tf.reshape(n, [5])))
+            last = [*parts.cut(for_all, 0, 3, 3)][2]
+            self.assertEqual([[4], [1], [4]], [list(part) for part in last])
+            self.assertFalse(warn.called)
+            for unlike in (lambda n, *_: (n, tf.eye(4)), lambda n, *_: (tf.eye(4), n)):
+                parts.cut(dataset.map(unlike), 0, 3, 3)
+            self.assertEqual(2, warn.call_count)
+            self.assertRegex(warn.call_args[0][0], "a tensor of 4 rows.*tfcdo.keras.global_batch")
 
     def test_shapes_stay_known_where_batches_divide(self):
         full = _Dataset.range(12).batch(6, drop_remainder=True)

@@ -173,13 +173,19 @@ class ReplicaExtended:
         # Else a replica whose iterator has ended would stop after some of the others' updates.
         all_have_data = [tf.group(*begin)] if begin and not tf.executing_eagerly() else []
 
+        instead: list[Any] = []
+        if is_keras and some_can_be_empty:
+            first = [tf_internals.components(one)[0] for one in tf.nest.flatten((args, kwargs))]
+            with tf.device(self.worker_devices[0]):
+                instead = step.stand_ins(steps, first)
+
         @tf.autograph.experimental.do_not_convert
         def with_examples(*args: Any, **kwargs: Any) -> Any:
             here = step.now.step
             if not is_keras or here is None:
                 return fn(*args, **kwargs)
             if here.can_be_empty:
-                args, kwargs = here.with_stand_in((args, kwargs))
+                args, kwargs = here.with_stand_in((args, kwargs), instead)
             results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
             if here.can_be_empty:
                 results = tf.nest.map_structure(here.without_stand_in, results)

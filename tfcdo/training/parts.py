@@ -60,7 +60,9 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
     """Returns the parts of replicas [first, first + count) of each batch, one after the other.
 
     Parts differ by at most one example, the larger ones first. A batch with fewer examples than
-    replicas leaves some parts empty.
+    replicas leaves some parts empty. The first tensor's rows are the examples: another one with a
+    multiple of them, such as the patches of images, is cut where the examples are. One of a
+    single row is for all examples.
     """
     for spec in tf.nest.flatten(dataset.element_spec):
         if getattr(spec, "shape", tf.TensorShape(None)).rank == 0:
@@ -68,6 +70,7 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
                 "the dataset must have batches, to be divided among replicas; got elements of "
                 f"{dataset.element_spec}: call .batch(n) on it"
             )
+    _warn_of_unlike_sizes(dataset, replicas)
     rows = _static_rows(dataset.element_spec)
     size = rows // replicas if rows is not None and rows % replicas == 0 else None
     # `flat_map` passes the parts of a plain tuple, but not of a named one.
@@ -87,15 +90,31 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
     return parts_of_all.prefetch(count)
 
 
+def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
+    first, *others = sizes = _sizes(dataset.element_spec)
+    known = {None, *map(tf_internals.batch_size_of, made_from(dataset))}
+    given = [size for size in others if size is not None and size not in known | {1, first}]
+    unlike = [size for size in given if not first or size % first]
+    if first is not None and first not in known and None in others:
+        unlike = [first, *unlike]
+    if unlike:
+        log.warn_once(
+            f"a dataset has batches with a tensor of {unlike[0]} rows, where others have other "
+            f"numbers: {sizes}. Each replica gets its part of these rows; the first tensor, in a "
+            "dict by key, must have a row for each example. If all examples use all rows of "
+            "another one, as of a mask of time steps, call tfcdo.keras.global_batch with it in the "
+            f"model; else losses equal one device's if all numbers of rows divide by {replicas}"
+        )
+
+
 @tf.autograph.experimental.do_not_convert
 def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
+    first = next(filter(tf.is_tensor, tf.nest.flatten(batch)), None)
+
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
-        rows = step.rows_of(value)
-        known = None if tf.is_tensor(index) else tf.get_static_value(rows)
-        begin, rows = place(rows if known is None else int(known), index, replicas)
-        part = step.slice_rows(value, begin, rows)
+        part = _rows_of(value, first, index, replicas)
         if size is not None and isinstance(part, tf.Tensor):
             part.set_shape([size, *value.shape[1:]])
         return part
@@ -104,15 +123,41 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     return tf.nest.map_structure(own, batch)
 
 
+def _rows_of(value: Any, first: Any, index: Any, replicas: int) -> Any:
+    """Returns a replica's rows of a value, one or several per row of the first one of its batch."""
+    if _sizes(value) == [1] != _sizes(first):  # For all examples.
+        return tf.nest.map_structure(tf.identity, value, expand_composites=True)
+    counts = step.rows_of(value), step.rows_of(first)
+    known: Any = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
+    if None in known:
+        rows, total = counts
+        each = rows // tf.maximum(total, 1)
+        each = tf.maximum(tf.where(each * total == rows, each, 1), 1)
+    else:
+        rows, total = (int(one) for one in known)
+        each = max(rows // max(total, 1), 1)
+        each = each if each * total == rows else 1
+    begin, count = place(rows // each, index, replicas)
+    return step.slice_rows(value, begin * each, count * each)
+
+
 def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
     """Divides a batch that no dataset has, such as `train_on_batch`'s, among a host's devices."""
 
+    def has_rows(value: Any) -> bool:
+        return tf.is_tensor(value) and bool(value.shape.rank)
+
+    def to_tensor(value: Any) -> Any:
+        return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
+
+    batch = tf.nest.map_structure(to_tensor, batch)
+    first = next(filter(has_rows, tf.nest.flatten(batch)), None)
+
     def divided(value: Any) -> Any:
-        value = tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
-        if not tf.is_tensor(value) or not value.shape.rank:
+        if not has_rows(value):
             return value
-        cut_at = functools.partial(_part, _copies(value), replicas=len(devices), size=None)
-        return step.on_each(devices, cut_at, range(len(devices)))
+        own = functools.partial(_rows_of, _copies(value), first, replicas=len(devices))
+        return step.on_each(devices, own, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
 
@@ -128,9 +173,14 @@ def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
 
 def _static_rows(spec: Any) -> int | None:
     """Returns the number of examples in each batch, if it is known and the same in all tensors."""
-    shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
-    rows = {shape[0] if shape is not None and shape.rank else None for shape in shapes}
+    rows = set(_sizes(spec))
     return rows.pop() if len(rows) == 1 else None
+
+
+def _sizes(spec: Any) -> list[int | None]:
+    """Returns the first size of each tensor in a batch, None if it is not known."""
+    shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
+    return [shape[0] if shape is not None and shape.rank else None for shape in shapes]
 
 
 def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:

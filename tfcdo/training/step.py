@@ -115,19 +115,15 @@ class ReplicaStep:
         known = self.known_rows
         return tf.maximum(self.rows, 1) if known is None else max(known, 1)
 
-    def with_stand_in(self, values: Any) -> Any:
-        """Returns tensors of rows, or one row of zeros each on a replica without examples."""
+    def with_stand_in(self, values: Any, stand_ins: Sequence[Any]) -> Any:
+        """Returns tensors of rows, or the stand-in of each on a replica without examples."""
         flat = tf.nest.flatten(values)
         places = [at for at, one in enumerate(flat) if _is_of_rows(one) and not one.shape[0]]
-        given = [flat[at] for at in places]
-
-        def stand_ins() -> list[Any]:
-            return [*map(_row_of_zeros, given)]
-
+        given, instead = ([tensors[at] for at in places] for tensors in (flat, stand_ins))
         if self.known_rows == 0:
-            found = stand_ins()
+            found = instead
         else:  # One op for all of them: each would take as long to trace as a layer.
-            found = tf.cond(self.has_rows, lambda: given, stand_ins) if given else []
+            found = tf.cond(self.has_rows, lambda: given, lambda: instead) if given else []
         for at, value in zip(places, found, strict=True):
             if not isinstance(value, tf.RaggedTensor):
                 value.set_shape([None, *flat[at].shape[1:]])
@@ -148,6 +144,35 @@ class ReplicaStep:
 def _is_of_rows(value: Any) -> bool:
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     return isinstance(value, kinds) and bool(value.shape.rank)
+
+
+def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
+    """Returns the first replica's first rows of some values, if a replica has no examples.
+
+    Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They get
+    one only where all replicas of a host have no examples.
+    """
+    places = [at for at, one in enumerate(values) if _is_of_rows(one)]
+    counts = [tf.cast(here.rows, tf.int64) for here in steps]
+
+    def rows() -> list[Any]:
+        return [_first_rows(values[at], tf.maximum(counts[0], 1)) for at in places]
+
+    def none() -> list[Any]:  # To be sent to the others.
+        return [slice_rows(values[at], 0, 0) for at in places]
+
+    found = tf.cond(tf.reduce_any(tf.equal(counts, 0)), rows, none) if places else []
+    filled = dict(zip(places, found, strict=True))
+    return [filled.get(at) for at in range(len(values))]
+
+
+def _first_rows(value: Any, examples: tf.Tensor) -> Any:
+    """Returns the rows of the first of some examples; a row of zeros if there is none."""
+    count = tf.maximum(rows_of(value) // examples, 1)
+    parts = [slice_rows(value, 0, count), _row_of_zeros(value)]
+    is_sparse = isinstance(value, tf.SparseTensor)
+    both = tf.sparse.concat(0, parts) if is_sparse else tf.concat(parts, 0)
+    return slice_rows(both, 0, count)
 
 
 def _row_of_zeros(value: Any) -> Any:
