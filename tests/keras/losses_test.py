@@ -122,11 +122,33 @@ class LossesTest(kt.TrainingTestCase):
         def both(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
             return keras.losses.MeanSquaredError()(y, x) + keras.losses.mean_absolute_error(y, x)
 
-        metrics = [error, keras.losses.MeanSquaredError(name="x"), both]
+        def of_targets(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:  # A few numbers, not examples'.
+            return keras.ops.mean(keras.ops.abs(y - x), 0)
+
+        def keepdims(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
+            return keras.ops.mean(keras.ops.abs(y - x), keepdims=True)
+
+        metrics = [error, keras.losses.MeanSquaredError(name="x"), both, of_targets, keepdims]
         make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=both, metrics=metrics)
         data, weights = kt.dense_data(15), np.arange(15.0)
         options: dict[str, Any] = {"batch_size": 7, "validation_data": data}
         self.check_as_on_one_device(make, *data, sample_weight=weights, **options)
+
+    def test_a_number_and_the_weight_of_one_example(self):
+        """Run eagerly: Keras makes a vector of number and weights, but of one weight a number."""
+
+        class Own(keras.losses.Loss):
+            def call(self, targets: Any, outputs: Any) -> tf.Tensor:
+                return keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
+
+        loss = Own(reduction="mean_with_sample_weight")
+        weights = np.arange(1.0, 7)
+        self.check_as_on_one_device(
+            lambda _: kt.model_of(kt.dense_layers, "sgd", loss=loss),
+            *kt.dense_data(6),
+            sample_weight=weights,
+            batch_size=3,
+        )
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):

@@ -171,13 +171,16 @@ class ScatterTest(TrainingTestCase):
         for changes in (
             {"trainable": True},
             {"dtype": "int64"},
-            {"dtype": None},
+            {"dtype": None, "initial_value": lambda: 0.0},
+            {"dtype": None, "initial_value": [0]},
             {"aggregation": tf.VariableAggregation.ONLY_FIRST_REPLICA},
             {"synchronization": tf.VariableSynchronization.ON_WRITE},
             {"colocate_with": object()},
         ):
             options = {"trainable": False, "dtype": "float32", **changes}
             self.assertEqual(statistics.as_kept(options), options)
+        kept = statistics.as_kept({"trainable": False, "initial_value": 0.0})
+        self.assertEqual(tf.VariableAggregation.MEAN, kept["aggregation"])
 
 
 if __name__ == "__main__":

@@ -121,11 +121,12 @@ def reduced(
     values = here.keep(values)
     if tuple(values.shape) == (0,):  # Keras would return it; other replicas have a number.
         return here.loss(tf.reduce_sum(values))
-    if values.shape.rank == 0:  # As of Dice.
-        return _of_batch(here, values, reduction)
+    # Also a number, as of Dice: with weights of two examples Keras makes it one of each.
     if reduction == "mean_with_sample_weight" and sample_weight is not None:
         total = step.summed(tf.reduce_sum(here.keep(tf.cast(sample_weight, values.dtype))))
         return here.loss(tf.math.divide_no_nan(tf.reduce_sum(values), total))
+    if values.shape.rank == 0:
+        return _of_batch(here, values, reduction)
     return here.loss(own(values, sample_weight, reduction))
 
 
@@ -215,8 +216,16 @@ def _rank(value: Any) -> Any:
     return tf.convert_to_tensor(value).shape.rank
 
 
+def _is_of_rows(here: step.ReplicaStep, values: Any) -> bool:
+    """Returns whether values are some for each row of this replica; not one number, or a few."""
+    shape, rows = tf.convert_to_tensor(values).shape, here.known_rows
+    if not shape.rank:
+        return False
+    return shape[0] is None or (rows is not None and shape[0] % max(rows, 1) == 0)
+
+
 def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
-    """Stands for `Mean.update_state`: one number of a batch counts by this replica's rows."""
+    """Stands for `Mean.update_state`: numbers of a batch count by this replica's rows."""
     here = step.current_several()
     if here is None:
         return own(metric, values, sample_weight)
@@ -225,8 +234,7 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
             averaged(own, metric, number)
         return None
     is_loss = id(values) in here.losses
-    is_number = _rank(values) == 0
-    if not is_loss and (sample_weight is not None or here.reports or not is_number):
+    if not is_loss and (sample_weight is not None or here.reports or _is_of_rows(here, values)):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))

@@ -93,6 +93,9 @@ def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
     if options.get("trainable") is not False or options.get("synchronization") not in _AUTO:
         return kept
     aggregation, dtype = options.get("aggregation"), options.get("dtype")
+    first = options.get("initial_value")
+    if dtype is None and not callable(first):  # `tf.Variable(0.0, trainable=False)`.
+        dtype = tf.convert_to_tensor(first).dtype
     is_float = dtype is not None and tf.as_dtype(dtype).is_floating
     # A statistic belongs to no other variable, as an optimizer's slots do.
     if aggregation in _NONE and is_float and options.get("colocate_with") is None:
