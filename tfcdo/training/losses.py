@@ -216,8 +216,8 @@ def _rank(value: Any) -> Any:
     return tf.convert_to_tensor(value).shape.rank
 
 
-def _is_of_rows(here: step.ReplicaStep, values: Any) -> bool:
-    """Returns whether values are some for each row of this replica; not one number, or a few."""
+def _are_per_row(here: step.ReplicaStep, values: Any) -> bool:
+    """Returns whether there are values for each row of this replica; not one number, or a few."""
     shape, rows = tf.convert_to_tensor(values).shape, here.known_rows
     if not shape.rank:
         return False
@@ -234,7 +234,7 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
             averaged(own, metric, number)
         return None
     is_loss = id(values) in here.losses
-    if not is_loss and (sample_weight is not None or here.reports or _is_of_rows(here, values)):
+    if not is_loss and (sample_weight is not None or here.reports or _are_per_row(here, values)):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))

@@ -91,11 +91,11 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
 
 
 def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
-    first, *others = sizes = _sizes(dataset.element_spec)
+    first, *others = sizes = _sizes(dataset.element_spec) or [None]
     known = {None, *map(tf_internals.batch_size_of, made_from(dataset))}
-    given = [size for size in others if size is not None and size not in known | {1, first}]
-    unlike = [size for size in given if not first or size % first]
-    if first is not None and first not in known and None in others:
+    given = (n for n in others if n is not None and n not in known | {1, first})
+    unlike: list[int | None] = [n for n in given if not first or n % first]
+    if first not in known and None in others:
         unlike = [first, *unlike]
     if unlike:
         log.warn_once(
@@ -114,7 +114,7 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
-        part = _rows_of(value, first, index, replicas)
+        part = _own_rows(value, first, index, replicas)
         if size is not None and isinstance(part, tf.Tensor):
             part.set_shape([size, *value.shape[1:]])
         return part
@@ -123,7 +123,7 @@ def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
     return tf.nest.map_structure(own, batch)
 
 
-def _rows_of(value: Any, first: Any, index: Any, replicas: int) -> Any:
+def _own_rows(value: Any, first: Any, index: Any, replicas: int) -> Any:
     """Returns a replica's rows of a value, one or several per row of the first one of its batch."""
     if _sizes(value) == [1] != _sizes(first):  # For all examples.
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
@@ -156,7 +156,7 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
     def divided(value: Any) -> Any:
         if not has_rows(value):
             return value
-        own = functools.partial(_rows_of, _copies(value), first, replicas=len(devices))
+        own = functools.partial(_own_rows, _copies(value), first, replicas=len(devices))
         return step.on_each(devices, own, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
