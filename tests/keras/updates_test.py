@@ -112,6 +112,21 @@ class UpdatesTest(kt.TrainingTestCase):
         with self.assertRaisesRegex(ValueError, refused):
             train(2, accumulating, shard_optimizer_state=True)
 
+    def test_arguments_of_an_optimizer_of_the_user(self):
+        class Halved(ko.SGD):
+            def apply(self, grads: Any, variables: Any = None, factor: float = 1.0) -> Any:
+                return super().apply([factor * grad for grad in grads], variables)
+
+            def apply_gradients(self, grads_and_vars: Any) -> Any:
+                grads, variables = ([pair[i] for pair in grads_and_vars] for i in range(2))
+                return self.apply(grads, variables, factor=0.5)
+
+        with (strategy := kt.strategy_of(2)).scope():
+            variable, optimizer = keras.Variable([8.0]), Halved(1.0)
+            optimizer.build([variable])
+        strategy.run(lambda: optimizer.apply_gradients([(tf.constant([2.0]), variable)]))
+        self.assertAllClose([8 - 0.5 * (2 + 2)], variable)
+
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""
 

@@ -27,10 +27,21 @@ Function = Callable[..., Any]
 OUTER_STATE, _OWNER = "tfcdo_outer", "tfcdo_owner"
 
 
-def apply(own: Call, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+def apply(
+    own: Function,
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Stands for an optimizer's `apply`; hosts that train alone meet if it is time to."""
+
+    def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
+        return own(optimizer, grads, variables, *args, **kwargs)  # A user's may have others.
+
     variables = None if trainable_variables is None else list(trainable_variables)
-    update = functools.partial(_apply, own, optimizer, grads, variables)
+    update = functools.partial(_apply, own_apply, optimizer, grads, variables)
     here = step.now.step
     outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
     if outer is None or here is None or tf.distribute.in_cross_replica_context():
@@ -46,7 +57,8 @@ def apply_gradients(
     """Stands for a user's own `apply_gradients`, which gets the sums as an `apply` does."""
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
-        return own(optimizer, zip(grads, variables, strict=True), *args, **kwargs)
+        # A list, which it may go through twice.
+        return own(optimizer, [*zip(grads, variables, strict=True)], *args, **kwargs)
 
     pairs = list(grads_and_vars)
     return apply(own_apply, optimizer, [grad for grad, _ in pairs], [one for _, one in pairs])
