@@ -453,8 +453,9 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(own, tf.ones([4, 1]))
             self.assertAllEqual(gradient, expected)
 
-    def test_a_number_has_no_rows(self):
+    def test_none_and_a_number_have_no_rows(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        self.assertIsNone(strategy.run(lambda: tfcdo.keras.global_batch((None, tf.ones([1])))[0]))
         with self.assertRaisesRegex(ValueError, r"values must have rows.*; got a scalar, .*3"):
             strategy.run(lambda: tfcdo.keras.global_batch(tf.constant(3.0)))
 

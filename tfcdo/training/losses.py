@@ -278,7 +278,9 @@ def global_batch(values: Any) -> Any:
     return tf.nest.map_structure(lambda value: _gathered(here, value), values)
 
 
-def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
+def _gathered(here: step.ReplicaStep, value: Any) -> Any:
+    if value is None:  # Such as a mask that is optional.
+        return None
     # A tensor of its own for each replica: TensorFlow would take one of all of them once.
     value = tf.identity(value)
     if value.shape.rank == 0:
