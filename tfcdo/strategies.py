@@ -23,7 +23,7 @@ from tfcdo.exchange.casts import check_exchange
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
-from tfcdo.execute.request import brief, check_device, check_options
+from tfcdo.execute.request import brief, check_options, existing_device
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
@@ -56,7 +56,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
 
     Raises:
       TypeError: if an argument is of another type, or `cross_device_ops` cannot shard.
-      ValueError: if one of `devices` is not a device's name, or TF_CONFIG cannot be read.
+      ValueError: if one of `devices` does not exist, or TF_CONFIG cannot be read.
 
     Example:
       >>> strategy = MirroredStrategy(["/cpu:0"])
@@ -77,7 +77,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         devices = None if devices is None else list(devices)
         for device in devices or ():
-            check_device("each of devices", getattr(device, "name", device))
+            existing_device("each of devices", getattr(device, "name", device))
         # TensorFlow accepts anything, even a class, and fails in the first reduction.
         if cross_device_ops is not None and not isinstance(
             cross_device_ops, tf.distribute.CrossDeviceOps

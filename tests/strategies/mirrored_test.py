@@ -244,6 +244,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
+        ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
         (
             "must be an object such as .*AutoAllReduce'>",

@@ -356,6 +356,7 @@ def known_device(value: Any) -> str:
 
 def existing_device(name: str, device: str) -> str:
     """Returns the full name of a device, which the argument `name` gave."""
+    check_device(name, device)
     try:
         found = tf_internals.canonical_device(device)
     except (ValueError, AssertionError) as error:
