@@ -141,8 +141,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         not checked.
 
     Raises:
-      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `exchange` is the name
-        of another dtype.
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself or this machine, or
+        `exchange` is the name of another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
       RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set

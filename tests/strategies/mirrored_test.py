@@ -229,6 +229,9 @@ class _Unfrozen(tfcdo.exchange.Sum):
 
 
 _SHARDED = {"devices": None, "shard_optimizer_state": True}
+_99_GPUS = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({}), num_accelerators={"GPU": 99}
+)
 _ONE_DEVICE = tfcdo.ReductionToOneDevice()
 
 
@@ -238,6 +241,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("cross_device_ops must be one of tfcdo's.*; got 'ring'", {"cross_device_ops": "ring"}),
         ("devices_per_worker must be an int; got '2'", {"devices_per_worker": "2"}),
         ("cluster_resolver must be .*ClusterResolver or None; got 5", {"cluster_resolver": 5}),
+        ("GPUs that TensorFlow sees, .* here; got 99", {"cluster_resolver": _99_GPUS}),
         ("exchange must be 'bfloat16', 'float16', 'int8', .* got 'int4'", {"exchange": "int4"}),
         ("exchange must be .* got <class", {"exchange": tfcdo.exchange.PowerSGD}),
         ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _Unfrozen()}),
