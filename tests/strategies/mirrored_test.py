@@ -249,6 +249,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
         ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),
+        ("devices must be different; got .*CPU:1', .*CPU:1'", {"devices": ["CPU:1", "cpu:1"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
         (
             "must be an object such as .*AutoAllReduce'>",

@@ -372,6 +372,15 @@ def existing_device(name: str, device: str) -> str:
     return found
 
 
+def different_devices(devices: Iterable[Any]) -> list[Any]:
+    """Returns the argument `devices`, names of different devices that exist, as a list."""
+    listed = list(devices)
+    names = [existing_device("each of devices", getattr(one, "name", one)) for one in listed]
+    if len(set(names)) < len(names):
+        raise ValueError(f"devices must be different; got {names}")
+    return listed
+
+
 def _not_a_device(name: str, device: str, error: Exception) -> ValueError:
     return ValueError(f"{name} must name a device; got {device!r}: {error}")
 
