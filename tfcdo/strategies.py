@@ -449,7 +449,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        kind, available = virtual_devices.devices_here(cluster_resolver)
+        kind, available = virtual_devices.devices_here(cluster_resolver, self._devices_wanted)
         count = self._devices_wanted or available
         if count > available:
             raise RuntimeError(

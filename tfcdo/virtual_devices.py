@@ -82,18 +82,19 @@ def configure_threads(num_devices: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(wanted)
 
 
-def devices_here(resolver: Any) -> tuple[str, int]:
+def devices_here(resolver: Any, wanted: int | None = None) -> tuple[str, int]:
     """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
     if resolver is not None and not isinstance(
         resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
     ):
         gpus = resolver.num_accelerators().get("GPU", 0)
-        if gpus > (seen := _num_visible("GPU")):  # TensorFlow would train on the CPU.
+        seen = _num_visible("GPU")
+        if gpus > seen and not (seen and wanted):  # TensorFlow would train on the CPU.
             raise ValueError(
                 f"cluster_resolver must count GPUs that TensorFlow sees, {seen} here; got {gpus}"
             )
         if gpus:
-            return "GPU", gpus
+            return "GPU", min(gpus, seen)
     for kind in ("GPU", "CPU"):
         if count := _num_visible(kind):
             return kind, count

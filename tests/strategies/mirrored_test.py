@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase, model_of
 
 import tfcdo
-from tfcdo import keras_internals, log, strategies, version
+from tfcdo import keras_internals, log, strategies, version, virtual_devices
 from tfcdo.cluster import protocol
 from tfcdo.plan import copy_tree
 from tfcdo.topology.presets import preset
@@ -263,6 +263,10 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         make: Any = tfcdo.MirroredStrategy if one_host else tfcdo.MultiWorkerMirroredStrategy
         with self.assertRaisesRegex((TypeError, ValueError), message):
             make(**arguments)
+
+    @mock.patch.object(virtual_devices, "_num_visible", return_value=2)
+    def test_some_of_the_gpus_that_a_resolver_counts(self, _):
+        self.assertEqual(("GPU", 2), virtual_devices.devices_here(_99_GPUS, wanted=1))
 
     def test_a_name_is_no_optimizer(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
