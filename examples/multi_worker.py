@@ -4,7 +4,7 @@ On one machine, two workers with two (virtual) devices each:
 
     tfcdo launch --workers 2 --devices-per-worker 2 examples/multi_worker.py
 
-On two hosts a and b, which share the folder of --folder; the same command on each, but for --index:
+On two hosts a and b, which share the folder of --folder; change only --index on b:
 
     tfcdo launch --hosts a:2222,b:2222 --index 0 examples/multi_worker.py --folder /shared/run1
 

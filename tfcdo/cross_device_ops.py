@@ -113,7 +113,8 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
         first destination of each reduction.
       accumulation_fn: called with the list of the replicas' tensors, in the order of the replicas,
         on that device; returns their sum or another combination. None for
-        `tf.math.add_n`, in 32 bits for 16-bit floats. It does not get `tf.IndexedSlices`.
+        `tf.math.add_n`, in 32 bits for 16-bit floats. It does not get `tf.IndexedSlices`. It
+        is refused on several hosts.
       **common: see `CommonOptions`.
 
     Raises:

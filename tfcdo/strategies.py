@@ -23,7 +23,7 @@ from tfcdo.exchange.casts import check_exchange
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import between, nccl
-from tfcdo.execute.request import brief, check_device, check_options
+from tfcdo.execute.request import brief, check_options, different_devices
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect
@@ -43,7 +43,8 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
     """`tf.distribute.MirroredStrategy` for Keras 3: trains as one device, with tfcdo's all-reduces.
 
     Args:
-      devices: the devices' names, one replica each; None for all GPUs, or the CPU.
+      devices: the devices' names, one replica each; None for all GPUs, or all (virtual) CPU devices
+        where there are none.
       cross_device_ops: how to reduce; None for `NcclAllReduce` where NCCL can run, else
         `AutoAllReduce`.
       shard_optimizer_state: whether the optimizer's state for each variable, such as Adam's two
@@ -56,7 +57,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
 
     Raises:
       TypeError: if an argument is of another type, or `cross_device_ops` cannot shard.
-      ValueError: if one of `devices` is not a device's name, or TF_CONFIG cannot be read.
+      ValueError: if one of `devices` does not exist or comes twice, or TF_CONFIG cannot be read.
 
     Example:
       >>> strategy = MirroredStrategy(["/cpu:0"])
@@ -75,9 +76,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         # An empty list means None: scripts pass tf.config.list_logical_devices("GPU").
         if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
-        devices = None if devices is None else list(devices)
-        for device in devices or ():
-            check_device("each of devices", getattr(device, "name", device))
+        devices = None if devices is None else different_devices(devices)
         # TensorFlow accepts anything, even a class, and fails in the first reduction.
         if cross_device_ops is not None and not isinstance(
             cross_device_ops, tf.distribute.CrossDeviceOps
@@ -141,12 +140,12 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
         not checked.
 
     Raises:
-      ValueError: if TF_CONFIG or the cluster resolver contradicts itself, or `exchange` is the name
-        of another dtype.
+      ValueError: if TF_CONFIG or the cluster resolver contradicts itself or this machine, or
+        `exchange` is the name of another dtype.
       TypeError: if an argument is of another type.
       RuntimeError: if TensorFlow has already started, or there are fewer devices.
-      RendezvousError: (a RuntimeError) if a host does not come in time, cannot be reached or is set
-        up differently, or if this host's port is in use; the message names it.
+      ClusterError: (a RuntimeError) if a host does not come in time, cannot be reached or is set up
+        differently, or if this host's port is in use; the message names it.
 
     Example:
       >>> # Without TF_CONFIG, one host on its own.
@@ -450,7 +449,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str
     ) -> tuple[tuple[str, ...], str]:
-        kind, available = virtual_devices.devices_here(cluster_resolver)
+        kind, available = virtual_devices.devices_here(cluster_resolver, self._devices_wanted)
         count = self._devices_wanted or available
         if count > available:
             raise RuntimeError(

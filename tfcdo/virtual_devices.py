@@ -66,6 +66,10 @@ def num_logical(physical: tf.config.PhysicalDevice) -> int:
     return len(tf.config.get_logical_device_configuration(physical) or [None])
 
 
+def _num_visible(kind: str) -> int:
+    return sum(map(num_logical, tf.config.get_visible_devices(kind)))
+
+
 def configure_threads(num_devices: int) -> None:
     """Gives TensorFlow enough threads to sum gradients of CPU devices while others are made."""
     # By default it has as many as cores. With few of them no gradient is finished before the
@@ -78,16 +82,20 @@ def configure_threads(num_devices: int) -> None:
         tf.config.threading.set_inter_op_parallelism_threads(wanted)
 
 
-def devices_here(resolver: Any) -> tuple[str, int]:
+def devices_here(resolver: Any, wanted: int | None = None) -> tuple[str, int]:
     """Returns which devices a worker has, GPU or CPU, and how many; does not start TensorFlow."""
     if resolver is not None and not isinstance(
         resolver, tf.distribute.cluster_resolver.TFConfigClusterResolver
     ):
         gpus = resolver.num_accelerators().get("GPU", 0)
+        seen = _num_visible("GPU")
+        if gpus > seen and not (seen and wanted):  # TensorFlow would train on the CPU.
+            raise ValueError(
+                f"cluster_resolver must count GPUs that TensorFlow sees, {seen} here; got {gpus}"
+            )
         if gpus:
-            return "GPU", gpus
+            return "GPU", min(gpus, seen)
     for kind in ("GPU", "CPU"):
-        count = sum(map(num_logical, tf.config.get_visible_devices(kind)))
-        if count:
+        if count := _num_visible(kind):
             return kind, count
     raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")

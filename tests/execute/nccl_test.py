@@ -411,7 +411,7 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         (GPU_KERNEL, (0, 0), ["/cpu:0", "/cpu:1"], "no NcclAllReduce kernel", "CPU", REMEDY),
         (NO_KERNEL, (0, 0), names(0, 1), "no NcclAllReduce kernel", "GPU", REMEDY),
         (BOTH, (0, 0), ["/gpu:0", "/cpu:0"], "mix", "CPU and GPU", "one type"),
-        (GPU_KERNEL, (0, 0), TWO_TASKS, "one process", TWO_TASKS[1], "MultiWorkerMirrored"),
+        (GPU_KERNEL, (0, 0), TWO_TASKS, "one process", TWO_TASKS[1], "tfcdo.MultiWorkerMirrored"),
         (BOTH, (0, 0), ["/gpu:0", ""], "not known while this function is traced", "strategy.run"),
         (GPU_KERNEL, (0, 0), names(0, 1, 2), "no GPU:2", "sees 2 GPU devices"),
         (CPU_KERNEL, None, ["/cpu:0", "/cpu:77"], "no CPU:77", "sees", "CPU devices"),

@@ -16,7 +16,7 @@ from absl.testing import parameterized
 from keras_training import TrainingTestCase, model_of
 
 import tfcdo
-from tfcdo import keras_internals, log, strategies, version
+from tfcdo import keras_internals, log, strategies, version, virtual_devices
 from tfcdo.cluster import protocol
 from tfcdo.plan import copy_tree
 from tfcdo.topology.presets import preset
@@ -229,6 +229,9 @@ class _Unfrozen(tfcdo.exchange.Sum):
 
 
 _SHARDED = {"devices": None, "shard_optimizer_state": True}
+_99_GPUS = tf.distribute.cluster_resolver.SimpleClusterResolver(
+    tf.train.ClusterSpec({}), num_accelerators={"GPU": 99}
+)
 _ONE_DEVICE = tfcdo.ReductionToOneDevice()
 
 
@@ -238,12 +241,15 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("cross_device_ops must be one of tfcdo's.*; got 'ring'", {"cross_device_ops": "ring"}),
         ("devices_per_worker must be an int; got '2'", {"devices_per_worker": "2"}),
         ("cluster_resolver must be .*ClusterResolver or None; got 5", {"cluster_resolver": 5}),
+        ("GPUs that TensorFlow sees, .* here; got 99", {"cluster_resolver": _99_GPUS}),
         ("exchange must be 'bfloat16', 'float16', 'int8', .* got 'int4'", {"exchange": "int4"}),
         ("exchange must be .* got <class", {"exchange": tfcdo.exchange.PowerSGD}),
         ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _Unfrozen()}),
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
+        ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),
+        ("devices must be different; got .*CPU:1', .*CPU:1'", {"devices": ["CPU:1", "cpu:1"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
         (
             "must be an object such as .*AutoAllReduce'>",
@@ -257,6 +263,10 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         make: Any = tfcdo.MirroredStrategy if one_host else tfcdo.MultiWorkerMirroredStrategy
         with self.assertRaisesRegex((TypeError, ValueError), message):
             make(**arguments)
+
+    @mock.patch.object(virtual_devices, "_num_visible", return_value=2)
+    def test_some_of_the_gpus_that_a_resolver_counts(self, _):
+        self.assertEqual(("GPU", 2), virtual_devices.devices_here(_99_GPUS, wanted=1))
 
     def test_a_name_is_no_optimizer(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))

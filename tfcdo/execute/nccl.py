@@ -95,7 +95,7 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
     if len({(spec.job, spec.replica, spec.task) for spec in specs}) > 1:
         return (
             f"{OP} works within one process, and the devices {list(devices)} are of several",
-            "use tf.distribute.MultiWorkerMirroredStrategy between hosts",
+            "use tfcdo.MultiWorkerMirroredStrategy between hosts",
         )
     types = sorted({spec.device_type for spec in specs})
     if len(types) > 1:

@@ -356,6 +356,7 @@ def known_device(value: Any) -> str:
 
 def existing_device(name: str, device: str) -> str:
     """Returns the full name of a device, which the argument `name` gave."""
+    check_device(name, device)
     try:
         found = tf_internals.canonical_device(device)
     except (ValueError, AssertionError) as error:
@@ -369,6 +370,15 @@ def existing_device(name: str, device: str) -> str:
                 f"{name} must name a device that exists; got {device!r}, there are {known}"
             )
     return found
+
+
+def different_devices(devices: Iterable[Any]) -> list[Any]:
+    """Returns the argument `devices`, names of different devices that exist, as a list."""
+    listed = list(devices)
+    names = [existing_device("each of devices", getattr(one, "name", one)) for one in listed]
+    if len(set(names)) < len(names):
+        raise ValueError(f"devices must be different; got {names}")
+    return listed
 
 
 def _not_a_device(name: str, device: str, error: Exception) -> ValueError:

@@ -72,7 +72,8 @@ class BackupAndRestore(Callback):
     Raises:
       TypeError: if an argument is of another type.
       ValueError: if `backup_dir` is empty or `save_freq` not one of the above; when training
-        begins, if the newest backup is of another model or optimizer.
+        begins, if the newest backup is of another model or optimizer, or amid an execution of
+        several steps, or `fit` got no `steps_per_epoch` for a `resumable_dataset`.
       OSError: if the folder cannot be written to, such as on a full disk; earlier backups stay.
       RuntimeError: if no backup can be read, or another job uses the folder.
 

@@ -53,15 +53,17 @@ def resumable_dataset(
         or an object with `__len__` and `__getitem__`, whose items all have the same structure,
         shapes and dtypes.
       batch_size: examples in a batch, of all replicas together.
-      seed: chooses the orders; the same on all hosts.
+      seed: chooses the orders, an int of at least 0; the same on all hosts.
       shuffle: False to keep the order of `data` in each epoch.
 
     Returns:
       A dataset of batches.
 
     Raises:
-      TypeError: if `batch_size` or `seed` is not an int, or `data` is none of the above.
-      ValueError: if `batch_size` is less than 1, arrays have different lengths, or data is empty.
+      TypeError: if `batch_size` or `seed` is not an int, `shuffle` not a bool, or `data` is none of
+        the above.
+      ValueError: if `batch_size` is less than 1 or `seed` negative, arrays have different lengths,
+        or data is empty.
 
     References:
       Mitchell et al., "Bandwidth-optimal random shuffling for GPUs", 2021, whose bijective

@@ -155,7 +155,7 @@ def robust_seconds(
       The median time, in seconds, of first come, first served with ties shuffled.
 
     Raises:
-      ValueError: if `num_seeds` is below 1 or `jitter` is not from 0 to 1.
+      ValueError: if `num_seeds` is below 1, or as `simulate`.
       TypeError: if an argument is of another type.
 
     Example:
