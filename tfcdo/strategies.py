@@ -539,9 +539,7 @@ def _settings(options: Any, ops: Any, exchange: Any) -> dict[str, Any]:
         **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
         "communication_options.implementation": options.implementation.value,
         "communication_options.bytes_per_pack": str(options.bytes_per_pack),
-        "exchange": identity(exchange)
-        if isinstance(exchange, Exchange)
-        else getattr(exchange, "__qualname__", "a function"),
+        "exchange": identity(exchange),
     }
 
 

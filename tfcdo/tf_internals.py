@@ -38,6 +38,7 @@ from tensorflow.python.eager import record as _record
 from tensorflow.python.framework import kernels as _kernels
 from tensorflow.python.framework import none_tensor as _none_tensor
 from tensorflow.python.framework import op_def_registry as _op_def_registry
+from tensorflow.python.framework import tensor_util as _tensor_util
 from tensorflow.python.ops import control_flow_util as _control_flow_util
 from tensorflow.python.ops import resource_variable_ops as _resource_variable_ops
 from tensorflow.python.trackable import base as _trackable
@@ -315,6 +316,12 @@ def dtypes_of_op(op_name: str) -> frozenset[tf.DType]:
 def compiled_by_xla() -> bool:
     """Returns whether a function is being traced that XLA compiles as a whole."""
     return bool(_control_flow_util.GraphOrParentsInXlaContext(tf.compat.v1.get_default_graph()))
+
+
+def constant_value(tensor: tf.Tensor) -> np.ndarray | None:
+    """Returns the value that a graph's constants give a tensor; None if it depends on others."""
+    value: np.ndarray | None = _tensor_util.try_evaluate_constant(tensor)
+    return value
 
 
 def captured(tensor: tf.Tensor) -> tf.Tensor:

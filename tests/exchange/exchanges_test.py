@@ -208,10 +208,15 @@ class BrokenTest(parameterized.TestCase):
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
         ("shapes must be a list .* got .3,", Rehearsal, {**_REHEARSED, "shapes": (3,)}),
         ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),
+        ("hosts must be at least 2; got 1", Rehearsal, {**_REHEARSED, "hosts": 1}),
     )
     def test_arguments(self, pattern, make, arguments):
         with self.assertRaisesRegex((ValueError, TypeError), pattern):
             make(**arguments)
+
+    def test_hosts_compare_no_addresses(self):
+        outer = DiLoCo(3, functools.partial(lambda rate: rate, 0.7))
+        self.assertEqual("DiLoCo(every=3, optimizer=partial, fragments=1)", outer.identity)
 
 
 class CastsTest(tf.test.TestCase, parameterized.TestCase):

@@ -135,14 +135,20 @@ class DrawsTest(TrainingTestCase):
 
     @parameterized.parameters(True, False)
     def test_sizes_that_tensorflow_knows(self, run_eagerly):
-        """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP."""
+        """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP, and more."""
 
         class Noise(kl.Layer):
             def build(self, _: Any) -> None:
                 self.seed = keras.random.SeedGenerator(3)
 
             def call(self, inputs: Any) -> Any:
-                return inputs + keras.random.normal((tf.shape(inputs)[0], 1, 1), seed=self.seed)
+                shape, chances = tf.shape(inputs), tf.sigmoid(inputs)
+                counts = keras.random.binomial(
+                    (shape[0], _STEPS, _WIDTH), 5, chances, seed=self.seed
+                )
+                masks = keras.random.uniform(shape[:2], seed=self.seed)[..., tf.newaxis]
+                noise = keras.random.normal((shape[0], 1, 1), seed=self.seed)
+                return inputs + noise + counts + masks
 
         self.check(lambda: [Noise()], data(12), eager=run_eagerly)
 

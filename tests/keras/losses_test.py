@@ -403,7 +403,7 @@ def rows_and_gradient(select: Callable[[tf.Tensor], tf.Tensor], own: Any = None)
     with tf.GradientTape() as tape:
         tape.watch(own)
         rows = tfcdo.keras.global_batch(select(own))
-        loss = tf.reduce_sum(rows * tf.constant(WEIGHTS)[: tf.shape(rows)[0]])
+        loss = tf.reduce_sum(rows * tf.cast(WEIGHTS, rows.dtype)[: tf.shape(rows)[0]])
     return rows, tape.gradient(loss, own)
 
 
@@ -438,10 +438,10 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
         for rows in strategy.experimental_local_results(step(parts)):
             self.assertAllEqual(rows, tf.ones([6, 1]))
 
-    @parameterized.parameters(True, False)
-    def test_a_tensor_that_all_replicas_share(self, eager):
+    @parameterized.product(eager=[True, False], dtype=[tf.float32, tf.complex64])
+    def test_a_tensor_that_all_replicas_share(self, eager, dtype):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
-        shared = tf.ones([2, 1])
+        shared = tf.ones([2, 1], dtype)
 
         def step() -> Any:
             return strategy.run(rows_and_gradient, (tf.identity, shared))
@@ -453,8 +453,9 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllEqual(own, tf.ones([4, 1]))
             self.assertAllEqual(gradient, expected)
 
-    def test_a_number_has_no_rows(self):
+    def test_none_and_a_number_have_no_rows(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        self.assertIsNone(strategy.run(lambda: tfcdo.keras.global_batch((None, tf.ones([1])))[0]))
         with self.assertRaisesRegex(ValueError, r"values must have rows.*; got a scalar, .*3"):
             strategy.run(lambda: tfcdo.keras.global_batch(tf.constant(3.0)))
 

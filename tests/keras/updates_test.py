@@ -112,6 +112,21 @@ class UpdatesTest(kt.TrainingTestCase):
         with self.assertRaisesRegex(ValueError, refused):
             train(2, accumulating, shard_optimizer_state=True)
 
+    def test_arguments_of_an_optimizer_of_the_user(self):
+        class Halved(ko.SGD):
+            def apply(self, grads: Any, variables: Any = None, factor: float = 1.0) -> Any:
+                return super().apply([factor * grad for grad in grads], variables)
+
+            def apply_gradients(self, grads_and_vars: Any) -> Any:
+                grads, variables = ([pair[i] for pair in grads_and_vars] for i in range(2))
+                return self.apply(grads, variables, factor=0.5)
+
+        with (strategy := kt.strategy_of(2)).scope():
+            variable, optimizer = keras.Variable([8.0]), Halved(1.0)
+            optimizer.build([variable])
+        strategy.run(lambda: optimizer.apply_gradients([(tf.constant([2.0]), variable)]))
+        self.assertAllClose([8 - 0.5 * (2 + 2)], variable)
+
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""
 
@@ -384,9 +399,14 @@ class GradientsTest(kt.TrainingTestCase):
 
         self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
-    @parameterized.product(sharded=(True, False), indices=("positions", "constant", "large", "two"))
+    @parameterized.product(
+        sharded=(True, False), indices=("positions", "constant", "large", "two", "token")
+    )
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
-        """One device looks each up once for a batch. TensorFlow captures a large table of them."""
+        """One device looks each up once for a batch. TensorFlow captures a large table of them.
+
+        But it looks a token up for each example, whose number is known here.
+        """
         of_examples = np.arange(800).reshape(4, 200)[:, : 200 if indices == "large" else 2] % 3
 
         class Lookup(keras.layers.Layer):
@@ -397,7 +417,9 @@ class GradientsTest(kt.TrainingTestCase):
 
             def call(self, x: Any) -> Any:
                 positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)
-                found = self.table(positions if indices == "positions" else self.constant)
+                ones = keras.ops.ones((keras.ops.shape(x)[0], 1, 1), "int32")
+                of_batch = {"positions": positions, "token": ones}.get(indices, self.constant)
+                found = self.table(of_batch)
                 words = keras.ops.cast(keras.ops.abs(9 * x), "int32") % 4
                 own = self.table(words) if indices == "two" else x[..., None]
                 return keras.ops.tanh(own + keras.ops.sum(found, 1))
@@ -407,8 +429,9 @@ class GradientsTest(kt.TrainingTestCase):
             return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly)
 
         inputs, _ = kt.dense_data(10)
-        data = inputs, np.repeat(inputs, 2, 1)
-        self.check_as_on_one_device(make, *data, batch_size=6, tolerance=1e-5, sharded=sharded)
+        data = tf.data.Dataset.from_tensor_slices((inputs, np.repeat(inputs, 2, 1)))
+        data = data.batch(6, drop_remainder=indices == "token")
+        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
     @parameterized.parameters((None, False), (2, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):

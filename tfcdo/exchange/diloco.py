@@ -7,6 +7,7 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfcdo import checks
+from tfcdo.exchange.protocol import identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,5 +66,5 @@ class DiLoCo:
     @property
     def identity(self) -> str:
         """Returns the arguments as hosts compare them; the optimizer's own follow later."""
-        name = getattr(self.optimizer, "__qualname__", repr(self.optimizer))
-        return f"DiLoCo(every={self.every}, optimizer={name}, fragments={self.fragments})"
+        optimizer = identity(self.optimizer)
+        return f"DiLoCo(every={self.every}, optimizer={optimizer}, fragments={self.fragments})"

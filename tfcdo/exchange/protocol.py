@@ -260,10 +260,12 @@ class Sum(Exchange):
 SUM = Sum()
 
 
-def identity(exchange: Exchange) -> str:
-    """Returns the class and arguments of an exchange: equal text for equal ones on any host."""
-    # Names of states in checkpoints depend on it.
-    return f"{type(exchange).__module__}.{exchange!r}"
+def identity(value: Any) -> str:
+    """Returns an argument as hosts compare it: equal text for equal values on any host."""
+    if isinstance(value, Exchange):  # Names of states in checkpoints depend on this.
+        return f"{type(value).__module__}.{value!r}"
+    # What Python shows of a function, a partial one or an object has its address.
+    return getattr(value, "__qualname__", type(value).__name__) if callable(value) else repr(value)
 
 
 class Rehearsal:
@@ -278,7 +280,7 @@ class Rehearsal:
     Raises:
       TypeError: if `exchange` is not an exchange, `shapes` not a list of shapes, or `hosts` not an
         int.
-      ValueError: if `hosts` is less than 1, or `dtype` another one.
+      ValueError: if `hosts` is less than 2, or `dtype` another one.
 
     Attributes:
       states: the state of each host, by name.
@@ -304,7 +306,7 @@ class Rehearsal:
                 "exchange must be an object such as tfcdo.exchange.Cast('bfloat16'); got "
                 f"{exchange!r}"
             )
-        checks.check_int("hosts", hosts, at_least=1)
+        checks.check_int("hosts", hosts, at_least=2)  # Casts of one host have no shares.
         if dtype not in dtypes.CAST:
             raise ValueError(f"dtype must be {' or '.join(map(repr, dtypes.CAST))}; got {dtype!r}")
         self.exchange, self.hosts = exchange, hosts

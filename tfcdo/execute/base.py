@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.exchange.protocol import SUM, Exchange
+from tfcdo.exchange.protocol import SUM, Exchange, identity
 from tfcdo.execute import copy_trees, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.explain import Explanation
@@ -410,4 +410,4 @@ def _compared(value: Any) -> str:
     """Returns an argument as hosts compare it: equal text for equal values on any host."""
     if isinstance(value, Topology):
         return f"{value.name!r}, {value.fingerprint[:8]}"
-    return getattr(value, "__qualname__", repr(value))
+    return identity(value)

@@ -16,6 +16,7 @@ import math
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -142,21 +143,24 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def by_lookup(grads: Sequence[Any], sum_equal: bool) -> tuple[list[Any], list[int]]:
+def by_lookup(
+    grads: Sequence[Any], examples: int | None, sum_equal: bool
+) -> tuple[list[Any], list[int]]:
     """Divides rows by lookups of a table, if one device has some once; tells whose each part is.
 
-    With `sum_equal`, a sum has each row once anyway.
+    A replica has so many examples, if that is known. With `sum_equal`, a sum has each row once
+    anyway.
     """
     found: list[Any] = []
     of: list[int] = []
     for at, grad in enumerate(grads):
-        lookups = () if sum_equal else _lookups(tf_internals.components(grad))
+        lookups = () if sum_equal else _lookups(tf_internals.components(grad), examples)
         found += map(tf_internals.per_replica, lookups) if lookups else [grad]
         of += [at] * (len(lookups) or 1)
     return found, of
 
 
-def _lookups(parts: Sequence[Any]) -> list[Sequence[Any]]:
+def _lookups(parts: Sequence[Any], examples: int | None) -> list[Sequence[Any]]:
     """Returns the rows of each lookup, which the tape has joined; none if it does not matter."""
     if not all(map(_is_in_graph, parts)):
         return []
@@ -164,7 +168,7 @@ def _lookups(parts: Sequence[Any]) -> list[Sequence[Any]]:
     if len(joined) != 1 or joined.pop()[0] != "ConcatV2":
         return []
     indices = [part.indices.op.inputs[:-1] for part in parts]
-    if not any(map(_how_once, zip(*indices, strict=True))):
+    if not any(_how_once(own, examples) for own in zip(*indices, strict=True)):
         return []
     divided = []
     for part, own in zip(parts, indices, strict=True):
@@ -175,7 +179,11 @@ def _lookups(parts: Sequence[Any]) -> list[Sequence[Any]]:
 
 
 def as_on_one_device(
-    sums: Sequence[Any], parts: Sequence[Any], of: Sequence[int], sum_equal: bool
+    sums: Sequence[Any],
+    parts: Sequence[Any],
+    of: Sequence[int],
+    examples: int | None,
+    sum_equal: bool,
 ) -> list[list[Any]]:
     """Adds rows that one device has once: of sparse ids, and of constants, such as positions.
 
@@ -188,7 +196,7 @@ def as_on_one_device(
         own_parts = tf_internals.components(part)
         how = None
         if not sum_equal and all(map(_is_in_graph, own_parts)):
-            how = _how_once([one.indices for one in own_parts])
+            how = _how_once([one.indices for one in own_parts], examples)
         if how is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
             own = numerics.on_each([one.device for one in own], how, own)
         found[at].append(own)
@@ -200,14 +208,27 @@ def _is_in_graph(part: Any) -> bool:
 
 
 def _how_once(
-    indices: Sequence[tf.Tensor],
+    indices: Sequence[tf.Tensor], examples: int | None
 ) -> Callable[[tf.IndexedSlices], tf.IndexedSlices] | None:
     """Returns what makes of all replicas' rows those that one device has once; None: all."""
     count = indices[0].shape[0]
     first, *others = map(_constants, indices)
     if count and first is not None and all(one == first for one in others):
+        if _are_of_examples(indices[0], examples):
+            return None
         return functools.partial(_add_parts, count=count)
     return add_equal if _are_unique(indices[0]) else None
+
+
+def _are_of_examples(indices: tf.Tensor, examples: int | None) -> bool:
+    """Returns whether constants are the same for each example, such as a start token."""
+    # One device has them for each, and has one of positions or of a batch's own.
+    op = indices.op
+    shape = op.inputs[0].shape if op.type == "Reshape" else indices.shape  # As they are looked up.
+    if examples in (None, 1) or not shape.rank or shape[0] != examples:
+        return False
+    known = tf_internals.constant_value(indices)
+    return known is not None and not np.ptp(np.reshape(known, [examples, -1]), 0).any()
 
 
 def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:

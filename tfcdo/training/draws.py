@@ -119,7 +119,7 @@ def _taken(here: ReplicaStep, draw: Function, shape: Any, *args: Any, **kwargs: 
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
     before, total = _place(here, rows)
     ends = [[before, total - before - rows], *([0, 0] for _ in others)]
-    sizes = (None, tf.get_static_value(rows))
+    sizes = (None, _first(shape))
 
     def of_whole(value: Any) -> Any:
         # What is drawn for a row depends on its place and its own parameters.
@@ -145,14 +145,13 @@ def _as(count: Any, like: Any) -> Any:
 
 def _first(shape: Any) -> Any:
     """Returns the first size in a shape: an int, or None if it is known only when a step runs."""
-    if tf.is_tensor(shape):
-        shape = tf.get_static_value(shape, partial=True)
-    if shape is None:
-        return None
-    first = next(iter(shape), 0)
-    if tf.is_tensor(first):  # TensorFlow may know it, as of `tf.shape(inputs)[0]`.
-        first = tf.zeros([first]).shape[0]
-    return None if first is None or tf.is_tensor(first) else int(first)
+    if not tf.is_tensor(shape):
+        first = next(iter(shape), 0)
+        if not tf.is_tensor(first):
+            return None if first is None else int(first)
+        shape = [first]
+    known = tf.zeros(shape[:1]).shape  # As of `tf.shape(inputs)[0]`, and of `tf.shape(inputs)[:2]`.
+    return next(iter(known), 0) if known.rank is not None else None
 
 
 def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | None:

@@ -278,7 +278,9 @@ def global_batch(values: Any) -> Any:
     return tf.nest.map_structure(lambda value: _gathered(here, value), values)
 
 
-def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
+def _gathered(here: step.ReplicaStep, value: Any) -> Any:
+    if value is None:  # Such as a mask that is optional.
+        return None
     # A tensor of its own for each replica: TensorFlow would take one of all of them once.
     value = tf.identity(value)
     if value.shape.rank == 0:
@@ -292,7 +294,8 @@ def _gathered(here: step.ReplicaStep, value: Any) -> tf.Tensor:
         total, counts = _of_all([value, tf.shape(value)[:1]])
         replica = tf.distribute.get_replica_context().replica_id_in_sync_group
         before = tf.reduce_sum(counts[:replica])
-    return _OF_ALL.of(total, value, before) if value.dtype.is_floating else total
+    has_gradient = value.dtype.is_floating or value.dtype.is_complex
+    return _OF_ALL.of(total, value, before) if has_gradient else total
 
 
 def _of_all(values: list[tf.Tensor]) -> list[tf.Tensor]:

@@ -27,10 +27,21 @@ Function = Callable[..., Any]
 OUTER_STATE, _OWNER = "tfcdo_outer", "tfcdo_owner"
 
 
-def apply(own: Call, optimizer: Any, grads: Any, trainable_variables: Any = None) -> Any:
+def apply(
+    own: Function,
+    optimizer: Any,
+    grads: Any,
+    trainable_variables: Any = None,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
     """Stands for an optimizer's `apply`; hosts that train alone meet if it is time to."""
+
+    def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
+        return own(optimizer, grads, variables, *args, **kwargs)  # A user's may have others.
+
     variables = None if trainable_variables is None else list(trainable_variables)
-    update = functools.partial(_apply, own, optimizer, grads, variables)
+    update = functools.partial(_apply, own_apply, optimizer, grads, variables)
     here = step.now.step
     outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
     if outer is None or here is None or tf.distribute.in_cross_replica_context():
@@ -46,7 +57,8 @@ def apply_gradients(
     """Stands for a user's own `apply_gradients`, which gets the sums as an `apply` does."""
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
-        return own(optimizer, zip(grads, variables, strict=True), *args, **kwargs)
+        # A list, which it may go through twice.
+        return own(optimizer, [*zip(grads, variables, strict=True)], *args, **kwargs)
 
     pairs = list(grads_and_vars)
     return apply(own_apply, optimizer, [grad for grad, _ in pairs], [one for _, one in pairs])
@@ -195,12 +207,13 @@ def summed(
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
         sum_equal = _sum_equal_rows(strategy)
-        parts, of = rows.by_lookup([grads[i] for i in at], sum_equal)
+        examples = step.known_examples()
+        parts, of = rows.by_lookup([grads[i] for i in at], examples, sum_equal)
         paths = [keras_internals.path_of(variables[at[k]]) for k in of]
         sums = strategy.extended.sum_gradients(parts, paths)
         _note_updates_by_rows(strategy, paths, sums)
-        for i, own in zip(at, rows.as_on_one_device(sums, parts, of, sum_equal), strict=True):
-            results[i] = tf_internals.per_replica(own)
+        whole = rows.as_on_one_device(sums, parts, of, examples, sum_equal)
+        results |= zip(at, map(tf_internals.per_replica, whole), strict=True)
     return [results.get(i) for i in range(len(grads))]
 
 
@@ -421,13 +434,14 @@ def _update_shards(
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
     sum_equal = _sum_equal_rows(strategy)
-    parts, of = rows.by_lookup(grads, sum_equal)
+    examples = step.known_examples()
+    parts, of = rows.by_lookup(grads, examples, sum_equal)
     paths = [keras_internals.path_of(variables[i]) for i in of]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(
         parts, paths, [owner[i] for i in of], devices
     )
     _note_updates_by_rows(strategy, paths, owned.sums)
-    sums = [total for [total] in rows.as_on_one_device(owned.sums, parts, of, sum_equal)]
+    sums = [total for [total] in rows.as_on_one_device(owned.sums, parts, of, examples, sum_equal)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
