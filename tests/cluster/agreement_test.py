@@ -13,7 +13,7 @@ import numpy as np
 from absl import logging
 from absl.testing import absltest, parameterized
 
-from tfcdo.cluster import config, progress, protocol, session, watch
+from tfcdo.cluster import config, progress, protocol, session, watch, worker
 
 TASKS = tuple(config.ClusterTask("worker", host, f"{'abcd'[host]}:{host + 1}") for host in range(4))
 _Unavailable = type("UnavailableError", (Exception,), {})
@@ -208,13 +208,15 @@ class AgreementTest(parameterized.TestCase):
         (_Unavailable(), None, []),
         (_Unavailable(), "the reason", ["tfcdo: the reason"]),
         (protocol.DisagreementError("the reason"), "the reason", []),
+        (protocol.DisagreementError("its own"), "its own", []),
     )
     def test_a_host_that_ends_because_of_another(self, error, reason, said):
         store = Store()
         own = make_session(store, 0, 10.0)
         if reason:
-            own.fail(reason)
+            (own if reason == "its own" else make_session(store, 1, 10.0)).fail(reason)
         with (
+            mock.patch.object(worker, "tell_that_another_has_failed") as tell,
             mock.patch.object(store, "get", wraps=store.get) as get,
             mock.patch.object(logging, "error") as log,
         ):
@@ -222,11 +224,12 @@ class AgreementTest(parameterized.TestCase):
         # It waits for nobody: the others know, and one of them may never leave.
         self.assertNotIn("left/", " ".join(call.args[0] for call in get.call_args_list))
         self.assertEqual(reason, own.failure())
+        self.assertEqual(reason != "its own", tell.called)
         # TensorFlow's error has no name.
         self.assertEqual(said, [call.args[0] % call.args[1:] for call in log.call_args_list])
 
     def test_the_chief_does_not_wait_for_ever(self):
-        self.enter_context(mock.patch.object(session, "_LAST_SECONDS", 0.3))
+        self.enter_context(mock.patch.object(protocol, "LAST_SECONDS", 0.3))
         make_session(Store(), 0, 10.0).leave(None)
         with mock.patch.object(Store, "get", side_effect=RuntimeError("the chief is gone")):
             make_session(Store(), 1, 10.0).leave(None)

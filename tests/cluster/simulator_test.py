@@ -93,6 +93,15 @@ class SimulatorTest(parameterized.TestCase):
         run.end(protocol.End(1, protocol.RESTART_STATUS, at=5.0), 5.0)
         self.assertEqual((run.result().status, run.result().blamed), (1, 0))
 
+    @parameterized.parameters((True, 8.3, 0), (False, 0.3, 1))
+    def test_the_chief_that_others_follow_leaves_last(self, follows, seconds, blamed):
+        run = protocol.Supervision(workers=3, grace=10.0, leave=30.0)
+        run.end(protocol.End(1, 1, 0.0, follows), 0.0)
+        self.assertEqual(seconds, run.deadline)
+        run.end(protocol.End(0, 3, 0.25), 0.25)
+        self.assertEqual(0.55 if follows else 0.3, run.deadline)
+        self.assertEqual(blamed, run.result().blamed)
+
     @parameterized.named_parameters((name, *mutant) for name, mutant in _MUTANTS.items())
     def test_a_broken_rule_is_found(self, old: str, new: str, message: str, first: int = 0):
         with self.assertRaisesRegex(simulator.BrokenError, message):

@@ -80,8 +80,23 @@ class FailureTest(LaunchTestCase):
         self.assertEqual(result.returncode, 128 + signal.SIGKILL, result.stderr)
         self.assertIn("worker 1 failed: exit status 137 (SIGKILL)", result.stderr)
 
+    def test_a_worker_that_ends_because_of_another_one_is_not_blamed(self):
+        result = self.launch(
+            *("--workers", "2", "train.py"),
+            script="""
+            from tfcdo.cluster import worker
+            if task:
+                sys.exit(worker.tell_that_another_has_failed() or 1)
+            time.sleep(1.0)  # The chief leaves last.
+            sys.exit(3)
+            """,
+        )
+        self.assertEqual(result.returncode, 3)
+        self.assertEqual(result.stderr, "tfcdo: worker 0 failed: exit status 3\n")
+
     def test_a_worker_ended_when_its_guard_says_and_not_when_that_is_heard(self):
         process = mock.Mock(_number=1, _end=io.BytesIO(b"3 12.5\n"))
+        process._failure_file.exists.return_value = False
         supervisor.Process._wait(process)
         process._events.put.assert_called_once_with(protocol.End(1, 3, 12.5))
 

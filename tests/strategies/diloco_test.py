@@ -114,6 +114,12 @@ def int8(strategy: Any) -> dict[str, np.ndarray]:
 def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
     """Trains with two optimizers; goes on with other objects from two steps after an exchange."""
     strategy, results = _outer(strategy, 3, check_in_sync=True), []
+    with strategy.scope():
+        twice = model_with("sgd", TwoOptimizers)
+        twice.first, twice.second = _adam(), _adam()
+        twice.second.build(twice.trainable_variables)
+    with np.testing.assert_raises_regex(ValueError, "for a weight.* got two for '.*kernel': b"):
+        twice.fit(*data(), verbose=0)
     for _ in range(2):
         backup = tfcdo.keras.BackupAndRestore("two", STEPS + 1, delete_checkpoint=False)
         with strategy.scope():

@@ -337,6 +337,9 @@ _KILLED = 128 + signal.SIGKILL
 TELL_OF_FAILURE = 0  # Not a signal: the worker learns that another one has failed.
 # Workers that end within this time may end because of each other; the first of them is to blame.
 SETTLE_SECONDS = 0.3
+# How long the chief, which keeps the store, stays at its end for others to read why it ends. So it
+# may be to blame, and end after them.
+LAST_SECONDS = 8.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -346,6 +349,7 @@ class End:
     worker: int
     status: int
     at: float
+    follows: bool = False  # It knows that another worker has failed before it.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -401,8 +405,10 @@ class Supervision:
         if event.status == RESTART_STATUS:
             return self._let_go(event.worker, now)
         self._failures.append(event)
-        if len(self._failures) == 1 and not self._has_left:
-            self.deadline = now + SETTLE_SECONDS
+        if not self._has_left:
+            follow = all(end.follows for end in self._failures)
+            deadline = now + SETTLE_SECONDS + (LAST_SECONDS if follow else 0.0)
+            self.deadline = min(self.deadline or deadline, deadline)
         return [] if self.running or self._has_left else self._settle(now)
 
     def ask(self, number: int, now: float) -> Actions:
@@ -433,7 +439,11 @@ class Supervision:
     def _blamed(self) -> End | None:
         # No process kills itself because others fail. It may be the last that is seen to have
         # ended: its memory is freed first, and others notice that it is gone.
-        return min(self._failures, key=lambda end: (end.status != _KILLED, end.at), default=None)
+        return min(
+            self._failures,
+            key=lambda end: (end.status != _KILLED, end.follows, end.at),
+            default=None,
+        )
 
     def _let_go(self, worker: int, now: float) -> Actions:
         if self._has_left:

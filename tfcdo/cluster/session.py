@@ -23,12 +23,10 @@ from typing import Any
 
 from absl import logging
 
-from tfcdo.cluster import config, progress, protocol, watch
+from tfcdo.cluster import config, progress, protocol, watch, worker
 from tfcdo.cluster.protocol import Description, DisagreementError, LateHostError, Store, digest
 
 _POLL = 0.5
-# How long the chief, which keeps the store, stays at its end for others to read why it ends.
-_LAST_SECONDS = 8.0
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
@@ -56,6 +54,7 @@ class Session:
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
         self._texts: set[str] = set()  # That this host, the chief, has made.
+        self._told: str | None = None  # Why this host, the first one, has given up.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 
@@ -195,6 +194,7 @@ class Session:
         if self.failure() is None:
             try:
                 self.store.set("failed", reason)
+                self._told = reason
             except Exception as error:  # Another host was first, or the chief is gone: no action.
                 logging.info("tfcdo: could not tell the other hosts: %s", error)
 
@@ -205,14 +205,16 @@ class Session:
             reason = f"{me} has come to the end of its program before others: {protocol.SAME_CALLS}"
         else:
             reason = f"{me} has ended with {protocol.describe_error(error)}"
-        deadline = time.monotonic() + _LAST_SECONDS
+        deadline = time.monotonic() + protocol.LAST_SECONDS
+        # TensorFlow itself tells all hosts of one that is gone.
+        follows = type(error).__name__ == "UnavailableError"
         try:
             self.store.set(f"left/{self.cluster.index}", "")
             known = self.failure()
             if known is not None and error is not None and known not in str(error):
                 logging.error("tfcdo: %s", known)
-            # TensorFlow itself tells all hosts of one that is gone.
-            if known is not None or type(error).__name__ == "UnavailableError":
+            follows |= known not in (None, self._told)
+            if known is not None or follows:
                 return
             self.fail(reason)
             for host in self.cluster.others if self.cluster.is_chief else ():
@@ -221,6 +223,10 @@ class Session:
                         return
         except Exception as problem:  # The chief or another host is gone: no host to tell.
             logging.info("tfcdo: could not wait for the other hosts: %s", problem)
+            follows |= not self.cluster.is_chief
+        finally:
+            if follows:
+                worker.tell_that_another_has_failed()
 
     def _has_announced(self, host: int, name: str) -> bool | None:
         self._hear(host, _POLL)

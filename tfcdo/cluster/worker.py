@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import contextlib
 import os
+import pathlib
 import signal
 import threading
 
@@ -18,7 +19,8 @@ DEVICES_PER_WORKER = "TFCDO_DEVICES_PER_WORKER"
 # How often `tfcdo launch --max-restarts` has started the workers again: 0 in the first run.
 RESTART_COUNT = "TFCDO_RESTART_COUNT"
 # A file that exists once another worker of this run has failed: a SIGTERM then comes from
-# `tfcdo launch`, which ends the run, and a backup is not possible.
+# `tfcdo launch`, which ends the run, and a backup is not possible. A worker that ends because of
+# another one makes it too, so that `tfcdo launch` does not blame it.
 FAILURE_FILE = "TFCDO_FAILURE_FILE"
 # The secret of hosts that meet at the start; `tfcdo launch` makes one for the workers of a host.
 CLUSTER_TOKEN = "TFCDO_CLUSTER_TOKEN"
@@ -46,6 +48,14 @@ def another_has_failed() -> bool:
     """Returns whether `tfcdo launch` ends this run because a worker has failed."""
     path = os.environ.get(FAILURE_FILE, "")
     return bool(path) and os.path.exists(path)  # noqa: PTH110 - called by a signal's handler
+
+
+def tell_that_another_has_failed() -> None:
+    """Tells `tfcdo launch` that this worker ends because of another one."""
+    path = os.environ.get(FAILURE_FILE, "")
+    if path:
+        with contextlib.suppress(OSError):  # The launcher is gone.
+            pathlib.Path(path).touch()
 
 
 _lock = threading.Lock()

@@ -216,7 +216,8 @@ class Process:
     def _wait(self) -> None:
         """Hears how and when the worker has ended, from its guard, or that the guard has."""
         status, moment, *_ = self._end.read(200).split()
-        self._events.put(protocol.End(self._number, int(status), float(moment)))
+        follows = self._failure_file.exists()
+        self._events.put(protocol.End(self._number, int(status), float(moment), follows))
 
     def _reap(self) -> None:
         status = self._guard.wait()

@@ -77,6 +77,14 @@ class OuterState(tf.Module):
 
         Returns the arguments for `end` of each fragment that is exchanged during this step.
         """
+        exchanged = step.now.steps[0].exchanged if step.now.steps else {}
+        for variable in self.trained:
+            if exchanged.setdefault(id(variable), self) is not self:
+                raise ValueError(
+                    "with outer=, only one optimizer must be built for a weight, or hosts exchange "
+                    f"it twice; got two for {variable.path!r}: before fit, call build of each "
+                    "optimizer with the weights that it updates"
+                )
         done = components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
         begun: dict[int, Any] = {}

@@ -55,6 +55,8 @@ class ReplicaStep:
     # In a loss or metric: makes a loss that it calls the number that it expects, see `losses.py`.
     of_inner: Callable[[Any], Any] | None = None
     applies: bool = False  # An optimizer is applied; then hosts may meet, see `diloco.py`.
+    # The outer loop's state that exchanges a variable, by the variable's identity.
+    exchanged: dict[int, Any] = dataclasses.field(default_factory=dict)
 
     @property
     def can_be_empty(self) -> bool:
