@@ -133,8 +133,8 @@ class DrawsTest(TrainingTestCase):
         for run_eagerly in (False, True):  # Eagerly, the number of rows is known, also one.
             self.assertAllClose(expected, predicted(2, run_eagerly), 2e-6, 2e-6)
 
-    @parameterized.parameters(True, False)
-    def test_sizes_that_tensorflow_knows(self, run_eagerly):
+    @parameterized.parameters((True, 12), (False, 12), (False, 11))
+    def test_sizes_that_tensorflow_knows(self, run_eagerly, examples):
         """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP, and more."""
 
         class Noise(kl.Layer):
@@ -142,15 +142,16 @@ class DrawsTest(TrainingTestCase):
                 self.seed = keras.random.SeedGenerator(3)
 
             def call(self, inputs: Any) -> Any:
-                shape, chances = tf.shape(inputs), tf.sigmoid(inputs)
-                counts = keras.random.binomial(
-                    (shape[0], _STEPS, _WIDTH), 5, chances, seed=self.seed
-                )
-                masks = keras.random.uniform(shape[:2], seed=self.seed)[..., tf.newaxis]
-                noise = keras.random.normal((shape[0], 1, 1), seed=self.seed)
+                shape, chances, seed = tf.shape(inputs), tf.sigmoid(inputs), self.seed
+                counts = keras.random.binomial((shape[0], _STEPS, _WIDTH), 5, chances, seed=seed)
+                masks = keras.random.uniform(shape[:2], seed=seed)[..., tf.newaxis]
+                noise = keras.random.normal((shape[0], 1, 1), seed=seed)
+                rows, steps = (tf.size(tf.where(n < 9)) for n in (inputs[:, 0, 0], inputs[0, :, 0]))
+                noise += keras.random.normal((rows, 1, 1), seed=seed)
+                noise += keras.random.normal((steps, 1), seed=seed)
                 return inputs + noise + counts + masks
 
-        self.check(lambda: [Noise()], data(12), eager=run_eagerly)
+        self.check(lambda: [Noise()], data(examples), eager=run_eagerly)
 
     @parameterized.parameters(("none", False), ("before", True), ("outside", False))
     def test_seeds_made_outside_of_the_scope(self, kind, run_eagerly):

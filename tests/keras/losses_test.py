@@ -16,7 +16,7 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import log
-from tfcdo.training.step import ReplicaStep, stand_ins
+from tfcdo.training.step import ReplicaStep, during, stand_ins
 
 
 class LossesTest(kt.TrainingTestCase):
@@ -59,7 +59,7 @@ class LossesTest(kt.TrainingTestCase):
         tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
         self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
-    @parameterized.parameters(None, "sum_over_batch_size", "sum")
+    @parameterized.parameters(None, "sum_over_batch_size", "sum", "mean")
     def test_losses_of_a_whole_batch(self, reduction):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
@@ -74,12 +74,12 @@ class LossesTest(kt.TrainingTestCase):
 
         class Own(keras.losses.Loss):
             def __call__(self, targets: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-                return loss(targets, outputs)
+                other = {"mean": keras.losses.MeanAbsoluteError()}.get(reduction, lambda *_: 0.0)
+                return loss(targets, outputs) + other(targets, outputs)
 
         def make(run_eagerly: bool) -> keras.Model:
-            layers, used = [*kt.dense_layers(), Activity()], loss
-            if reduction:
-                used = Own(reduction=reduction)
+            layers = [*kt.dense_layers(), Activity()]
+            used = Own(reduction=reduction) if reduction else loss
             sgd = keras.optimizers.SGD(0.01 if reduction == "sum" else 0.1)
             return kt.model_of(lambda: layers, sgd, run_eagerly, used)
 
@@ -128,11 +128,16 @@ class LossesTest(kt.TrainingTestCase):
         def keepdims(y: tf.Tensor, x: tf.Tensor) -> tf.Tensor:
             return keras.ops.mean(keras.ops.abs(y - x), keepdims=True)
 
+        def distiller(layers: list[Any]) -> keras.Model:
+            teacher, own = keras.Sequential(kt.dense_layers()), keras.distillation
+            return own.Distiller(teacher, keras.Sequential(layers), own.LogitsDistillation())
+
         metrics = [error, keras.losses.MeanSquaredError(name="x"), both, of_targets, keepdims]
         make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=both, metrics=metrics)
-        data, weights = kt.dense_data(15), np.arange(15.0)
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": data}
-        self.check_as_on_one_device(make, *data, sample_weight=weights, **options)
+        data, weights = kt.dense_data(15), {"sample_weight": np.arange(15.0)}
+        options: dict[str, Any] = {"batch_size": 7, "validation_data": data, **weights}
+        for kind in (keras.Sequential, distiller)[: 1 + hasattr(keras, "distillation")]:  # 3.12
+            self.check_as_on_one_device(functools.partial(make, kind=kind), *data, **options)
 
     def test_a_number_and_the_weight_of_one_example(self):
         """Run eagerly: Keras makes a vector of number and weights, but of one weight a number."""
@@ -142,12 +147,9 @@ class LossesTest(kt.TrainingTestCase):
                 return keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
 
         loss = Own(reduction="mean_with_sample_weight")
-        weights = np.arange(1.0, 7)
+        options: dict[str, Any] = {"sample_weight": np.arange(1.0, 7), "batch_size": 3}
         self.check_as_on_one_device(
-            lambda _: kt.model_of(kt.dense_layers, "sgd", loss=loss),
-            *kt.dense_data(6),
-            sample_weight=weights,
-            batch_size=3,
+            lambda _: kt.model_of(kt.dense_layers, "sgd", loss=loss), *kt.dense_data(6), **options
         )
 
     @parameterized.parameters(False, True)
@@ -389,6 +391,8 @@ class LossesTest(kt.TrainingTestCase):
 
         actual = (total if eager else tf.function(total))(parts)
         self.assertAllClose(np.mean(inputs[:, 0] ** 2), actual)
+        with during(method="fit"):  # There, the first value has the examples.
+            self.assertEqual(2, strategy.extended._steps((seeds, *parts), {}, False)[0].rows)
 
 
 # Each replica's rows; it keeps those that are not 0.

@@ -133,7 +133,10 @@ def _taken(here: ReplicaStep, draw: Function, shape: Any, *args: Any, **kwargs: 
 
 def _place(here: ReplicaStep, rows: Any) -> tuple[Any, Any]:
     """Returns where this replica's rows begin in the whole batch, and how many this has."""
-    per_row = rows // _as(here.present_rows, rows)
+    present = _as(here.present_rows, rows)
+    per_row = rows // present
+    if tf.is_tensor(rows):  # Others, such as time steps, are equal on all replicas.
+        per_row = tf.where(per_row * present == rows, per_row, 0)
     before, total = (_as(count, per_row) * per_row for count in (here.before, here.total))
     end = before + rows  # The row of a stand-in may come after all others.
     return before, tf.maximum(total, end) if tf.is_tensor(end) else max(total, end)
@@ -160,8 +163,10 @@ def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | N
     if here is None or here.rows is None:
         return None
     known = here.known_rows
-    if first is None or known is None:  # A size of rows is known if their number is.
-        return here if first is known else None
+    if first is None:  # `_place` compares them when the step runs.
+        return here
+    if known is None:  # A size that does not depend on the batch.
+        return None
     known = max(known, 1)
     return here if first == known or (multiples and first % known == 0) else None
 
@@ -174,8 +179,8 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
         return _taken(here, lambda whole: draw(shape=whole), shape)
     shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
-    size = tf.reduce_prod(shape)
-    start = tf.cast(here.before, tf.int64) * (size // tf.cast(here.present_rows, tf.int64))
+    start = _place(here, shape[0])[0] * tf.reduce_prod(shape[1:])
     extra = start % 4
     moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
-    return tf.reshape(draw(shape=[size + extra], counter=moved)[extra:], shape)
+    drawn = draw(shape=[tf.reduce_prod(shape) + extra], counter=moved)
+    return tf.reshape(drawn[extra:], shape)

@@ -228,10 +228,11 @@ class ReplicaExtended:
         values = [*filter(None, map(self._batch, tf.nest.flatten((args, kwargs))))]
         if not values:
             return views
-        # Other values with as many components may come before the batch, such as a seed per
-        # replica, or any tensor where a host has one device.
+        # In an own loop other values with as many components may come before the batch, such as a
+        # seed per replica, or any tensor where a host has one device. Keras's begin with examples.
         sizes = [[component.shape[0] for component in value] for value in values]
-        static = max(sizes, key=lambda one: (sizes.count(one), None in one or len(set(one)) > 1))
+        likely = max(sizes, key=lambda one: (sizes.count(one), None in one or len(set(one)) > 1))
+        static = sizes[0] if step.now.method else likely
         batch = values[sizes.index(static)]
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of

@@ -49,9 +49,9 @@ def unscaled(own: Function, value: Any) -> Any:
 
 def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
-    here = step.current_several()
-    rows = keras.tree.map_structure(lambda one: one.shape[0] if len(one.shape) else 0, y_pred)
-    if here is None or None not in tf.nest.flatten(rows):
+    outputs = [one for one in keras.tree.flatten(y_pred) if one is not None]
+    rows = [one.shape[0] if len(one.shape) else 0 for one in outputs]
+    if step.current_several() is None or None not in rows:
         return own(loss, y_true, y_pred, *args, **kw)
     with step.changed(reports=True):
         return own(loss, y_true, y_pred, *args, **kw)
@@ -70,11 +70,30 @@ def resolved(own: Function, *args: Any) -> Any:
 def _scaled(loss: Any, *args: Any) -> Any:
     """Calls a loss whose own `__call__` may return a mean, which Keras then does not scale."""
     here = step.current_several()
-    before = 0 if here is None else len(here.losses)
-    value = loss(*args)
-    if here is None or len(here.losses) > before or tf.convert_to_tensor(value).shape.rank:
+    return loss(*args) if here is None else _of_means(here, loss.reduction, loss, *args)
+
+
+def _of_means(here: step.ReplicaStep, reduction: Any, loss: Function, *args: Any, **kw: Any) -> Any:
+    """Returns this replica's part of a loss that may add a mean of its own to losses of Keras."""
+    inner = None if reduction == "sum" else functools.partial(_mean_of, here)
+    with step.changed(of_inner=inner):
+        value = loss(*args, **kw)
+    if tf.convert_to_tensor(value).shape.rank:
         return value
-    return _of_batch(here, here.keep(value), loss.reduction)
+    return _of_batch(here, here.keep(value), reduction)
+
+
+def _mean_of(here: step.ReplicaStep, part: Any) -> Any:
+    """Returns the mean of this replica's examples, which another loss multiplies by its share."""
+    return tf.math.divide_no_nan(part, here.share(part.dtype))
+
+
+def distilled(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for `Distiller.compute_loss`, which adds means of its own and losses of Keras."""
+    here = step.current_several()
+    if here is None:
+        return own(model, *args, **kwargs)
+    return _of_means(here, "mean", own, model, *args, **kwargs)
 
 
 def _of_batch(here: step.ReplicaStep, value: Any, reduction: Any) -> Any:
@@ -107,8 +126,7 @@ def _of_inner(here: step.ReplicaStep, y_pred: Any, sample_weight: Any, reduction
         return step.summed  # The other one multiplies by this replica's part of all weights.
     if reduction in (None, "none", "sum"):
         return None
-    # It multiplies by the share of rows.
-    return lambda part: tf.math.divide_no_nan(part, here.share(part.dtype))
+    return functools.partial(_mean_of, here)
 
 
 def reduced(
