@@ -17,6 +17,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as _global_state
+from keras.src.backend.common import variables as _variables
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -84,12 +85,14 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.Layer, "_get_own_losses", ("self",)),
     (keras.Layer, "_get_regularization_losses", ("self",)),
     (keras.Layer, "_clear_losses", ("self",)),
+    (keras.Layer, "_flatten_layers", ("self",)),
     (Trainer, "_get_metrics_result_or_logs", ("self", "logs")),
     (Trainer, "_aggregate_additional_loss", ("self", "loss")),
     (Trainer, "compute_loss", ("self", "x", "y", "y_pred", "sample_weight")),
     (Trainer, "fit", ("self", "x")),
     (keras.Variable, "assign", ("self", "value")),
     (keras.Variable, "assign_add", ("self", "value")),
+    (keras.Variable, "assign_sub", ("self", "value")),
     (Trainer, "train_on_batch", ("self", "x", "return_dict")),
     (Trainer, "test_on_batch", ("self", "x", "return_dict")),
     (Trainer, "_flatten_metrics_in_order", ("self", "logs")),
@@ -109,6 +112,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (_trainer.TFEpochIterator, "steps_per_epoch", ()),
     (_trainer.TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
+    (_variables, "AutocastScope", ("dtype",)),
     (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
@@ -153,7 +157,10 @@ def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
 
 def value_of(variable: Any) -> Any:
     """Returns TensorFlow's variable of a Keras variable; another one as it is."""
-    return variable.value if isinstance(variable, keras.Variable) else variable
+    if not isinstance(variable, keras.Variable):
+        return variable
+    with _variables.AutocastScope(None):  # A layer of mixed precision reads a tensor.
+        return variable.value
 
 
 def path_of(variable: Any) -> str:
@@ -171,12 +178,21 @@ def leaves(optimizer: Any) -> list[Any]:
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
-    """Returns a model's optimizers, also of a user's `train_step`, by attribute."""
-    attributes = sorted(vars(model).items(), key=lambda item: (item[0] != "optimizer", item[0]))
+    """Returns the optimizers of a model and of models in it, by attribute, or place in one."""
     found: dict[str, Any] = {}
-    for name, value in attributes:
+
+    def find(name: str, value: Any) -> None:
         if isinstance(value, BaseOptimizer) and all(value is not one for one in found.values()):
             found[name] = value
+        is_list = isinstance(value, (list, tuple))
+        parts = enumerate(value) if is_list else value.items() if isinstance(value, dict) else ()
+        for key, part in parts:
+            find(f"{name}.{key}", part)
+
+    for at, part in enumerate(model._flatten_layers()):  # The model itself is the first.
+        if isinstance(part, keras.Model):
+            for name in sorted(vars(part), key=lambda name: (name != "optimizer", name)):
+                find(f"{at}.{name}" if at else name, vars(part)[name])
     return found
 
 
@@ -318,6 +334,7 @@ def fitting(model: Any) -> Iterator[None]:
     """Notes that a `fit` runs; ends what `BackupAndRestore` has set for it, also after an error."""
     global _running_fits
     _running_fits += 1
+    _iterators.pop(model, None)
     try:
         yield
     finally:
@@ -365,8 +382,8 @@ def is_fitting() -> bool:
 
 
 def note_iterator(model: Any, iterator: Any) -> None:
-    """Remembers by which object a model's running `fit` takes its batches."""
-    _iterators[model] = weakref.ref(iterator)
+    """Remembers by which object a model's running `fit` takes its batches: the first one."""
+    _iterators.setdefault(model, weakref.ref(iterator))  # A callback may call `evaluate`.
 
 
 def epoch_iterator(model: Any) -> Any:

@@ -85,7 +85,7 @@ class TwoOptimizers(OwnStep):
 
     def update(self, variables: list[Any], gradients: list[Any]) -> None:
         self.first.apply(gradients[:-1], variables[:-1])
-        self.second.apply(gradients[-1:], variables[-1:])
+        tf.nest.flatten(self.second)[0].apply(gradients[-1:], variables[-1:])
 
 
 def model_of(

@@ -86,14 +86,14 @@ class StatisticsTest(TrainingTestCase):
                 self.rows = self.add_weight(shape=(), dtype="int32", **options)
 
             def call(self, x: tf.Tensor) -> tf.Tensor:
-                self.total.assign_add(keras.ops.sum(x + 1))
+                self.total.assign_sub(keras.ops.sum(keras.ops.sign(x) + 2))
                 self.rows.assign_add(keras.ops.shape(x)[0])
                 return x
 
         # The last batch has two examples.
         options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": 6}
-        model = functools.partial(model_of, lambda: [Counter(), keras.layers.Dense(1)], "sgd")
-        self.check_as_on_one_device(lambda _: model(), *data(8), **options)
+        layers = lambda: [Counter(dtype="mixed_bfloat16"), keras.layers.Dense(1)]  # noqa: E731
+        self.check_as_on_one_device(lambda _: model_of(layers, "sgd"), *data(8), **options)
 
     def test_no_wire_dtype_rounds_synchronized_batch_normalization(self):
         inputs = np.random.default_rng(0).normal(10, 0.1, [12, 4]).astype(np.float32)

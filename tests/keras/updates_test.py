@@ -519,13 +519,16 @@ class FrozenTest(kt.TrainingTestCase):
 
 
 class SavedTest(kt.TrainingTestCase):
-    def test_no_accumulation_outside_of_a_step(self):
-        with kt.strategy_of(2).scope():
-            model = kt.model_of(kt.dense_layers, ko.SGD(0.1, gradient_accumulation_steps=2))
-        model.optimizer.build(model.trainable_variables)
-        gradients = [tf.ones(variable.shape) for variable in model.trainable_variables]
+    @parameterized.parameters((2, False), (None, True))
+    def test_no_parts_outside_of_a_step(self, steps, sharded):
+        with kt.strategy_of(2, shard_optimizer_state=sharded).scope():
+            model = kt.model_of(kt.dense_layers, ko.SGD(0.1, gradient_accumulation_steps=steps))
+        apply, variables = model.optimizer.apply, model.trainable_variables
+        model.optimizer.build(variables)
         with self.assertRaisesRegex(ValueError, "must be applied in strategy.run"):
-            model.optimizer.apply(gradients, model.trainable_variables)
+            apply([tf.ones(variable.shape) for variable in variables], variables)
+        with self.assertRaisesRegex(ValueError, "No gradients"):
+            model.distribute_strategy.run(apply, ([None] * len(variables), variables))
 
     def test_saved_amid_an_accumulation(self):
         def make() -> Any:

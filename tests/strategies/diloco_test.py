@@ -74,6 +74,7 @@ class _Saved(keras.callbacks.Callback):
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         if epoch > 0:
             return
+        assert len({"inner_optimizer", "tfcdo_outer"} & vars(self.model.optimizer).keys()) == 1
         if tfcdo.is_chief():
             self.model.save_weights(self.path)
         read = self.model.get_weights()

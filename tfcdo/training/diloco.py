@@ -198,6 +198,8 @@ def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any])
     outer = getattr(strategy.extended, "outer", None)
     if outer is None or is_outer(leaf) or hasattr(leaf, updates.OUTER_STATE):
         return
+    if keras_internals.leaves(leaf) != [leaf]:  # Its parts have theirs.
+        return
     trained = [one for one in variables if not keras_internals.is_overwritten(one)]
     with tf.init_scope(), strategy.scope():
         state = OuterState(strategy, leaf, trained)

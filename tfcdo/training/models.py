@@ -57,7 +57,8 @@ def install() -> None:
     for name in ("assign", "assign_add", "assign_sub"):
         extend(optimizer, name, updates.note_rows)
     extend(keras.Variable, "assign", updates.note_write)
-    extend(keras.Variable, "assign_add", updates.count)
+    for name in ("assign_add", "assign_sub"):
+        extend(keras.Variable, name, functools.partial(updates.count, name))
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         extend(trainer, f"make_{name}_function", functools.partial(_make, name))

@@ -70,11 +70,10 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     here = step.now.step
     on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
     if not on_replica or here is None or here.alone:
-        if here is None and _has_parts(optimizer):
+        if here is None and (divided := _divided(optimizer)):
             raise ValueError(
-                f"the optimizer {optimizer.name!r} has gradient_accumulation_steps and must be "
-                "applied in strategy.run or fit, where each replica accumulates its part of the "
-                "gradients; it was applied outside of them"
+                f"the optimizer {optimizer.name!r} must be applied in strategy.run or fit, because "
+                f"each replica has its part of {divided}; it was applied outside of them"
             )
         return own(optimizer, grads, variables)
     grads = list(grads)
@@ -112,12 +111,15 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     return optimizer.iterations
 
 
-def _has_parts(optimizer: Any) -> bool:
-    """Returns whether each of several replicas accumulates its part of the gradients."""
+def _divided(optimizer: Any) -> str | None:
+    """Returns which of an optimizer's state several replicas have in parts; None without one."""
     strategy = keras_internals.strategy_of(optimizer)
-    several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
-    leaves = keras_internals.leaves(optimizer)
-    return several and any(map(keras_internals.accumulates_parts, leaves))
+    if not step.is_ours(strategy) or strategy.num_replicas_in_sync == 1:
+        return None
+    if any(map(keras_internals.accumulates_parts, keras_internals.leaves(optimizer))):
+        return "the gradients that gradient_accumulation_steps adds up"
+    sharded = strategy.extended.shard_optimizer_state
+    return "the state, by shard_optimizer_state=True" if sharded else None
 
 
 def _between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
@@ -239,11 +241,8 @@ def _largest(
 ) -> dict[int, Any]:
     """Returns the largest of the replicas' gradients of variables that these overwrite."""
     # The scales of float8, which Keras gets as gradients.
-    at = [
-        i
-        for i, v in enumerate(variables)
-        if keras_internals.is_overwritten(v) and grads[i] is not None
-    ]
+    pairs = enumerate(zip(grads, variables, strict=True))
+    at = [i for i, (g, v) in pairs if g is not None and keras_internals.is_overwritten(v)]
     if not at:
         return {}
     on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
@@ -329,10 +328,13 @@ def _update(
     shards = strategy.extended.shard_optimizer_state
     grads = unified(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None]
-    grads, variables = [grads[i] for i in at], [variables[i] for i in at]
 
     def work(grads: Sequence[Any]) -> None:
         alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
+
+    if not at:
+        return work(grads)  # Keras raises the error.
+    grads, variables = [grads[i] for i in at], [variables[i] for i in at]
 
     def update(grads: Sequence[Any]) -> None:
         if not shards:
@@ -582,16 +584,16 @@ def _note(variable: Any, indices: Any) -> None:
         here.written.setdefault(id(value), (value, []))[1].append(indices)
 
 
-def count(own: Function, variable: Any, value: Any) -> Any:
-    """Adds to a Keras variable: optimizers count steps so."""
+def count(name: str, own: Function, variable: Any, value: Any) -> Any:
+    """Adds to a Keras variable, or subtracts: optimizers count steps so."""
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        several = step.current_several()
-        if several is not None and statistics.is_summed(variable.value):
+        several, total = step.current_several(), keras_internals.value_of(variable)
+        if several is not None and statistics.is_summed(total):
             # Keras would assign the sum, and K replicas then the old value K times.
-            value = tf.cast(value, variable.dtype)
+            value = tf.cast(value, total.dtype)
             if several.can_be_empty:
                 value = tf.where(several.has_rows, value, tf.zeros_like(value))
-            return variable.value.assign_add(value)
+            return getattr(total, name)(value)
         return own(variable, value)
