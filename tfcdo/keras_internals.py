@@ -39,6 +39,8 @@ WRAPPERS = tuple(
     for name in ("LossScaleOptimizer", "MultiOptimizer")
     if hasattr(keras.optimizers, name)
 )
+# Since Keras 3.12.
+DISTILLERS = (keras.distillation.Distiller,) if hasattr(keras, "distillation") else ()
 NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "__init__", ("self", "learning_rate")),
     (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
@@ -66,6 +68,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "assign_add", ("self", "variable", "value")),
     (TFOptimizer, "assign_sub", ("self", "variable", "value")),
     *((wrapper, "apply", ("self", "grads", "trainable_variables")) for wrapper in WRAPPERS),
+    *((distiller, "compute_loss", ("self",)) for distiller in DISTILLERS),
     (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),
@@ -180,13 +183,16 @@ def leaves(optimizer: Any) -> list[Any]:
 def optimizers_of(model: Any) -> dict[str, Any]:
     """Returns the optimizers of a model and of models in it, by attribute, or place in one."""
     found: dict[str, Any] = {}
+    seen: set[int] = set()
 
     def find(name: str, value: Any) -> None:
-        if isinstance(value, BaseOptimizer) and all(value is not one for one in found.values()):
+        if not isinstance(value, (BaseOptimizer, list, tuple, dict)) or id(value) in seen:
+            return
+        seen.add(id(value))  # A list may be one of its own elements.
+        if isinstance(value, BaseOptimizer):
             found[name] = value
-        is_list = isinstance(value, (list, tuple))
-        parts = enumerate(value) if is_list else value.items() if isinstance(value, dict) else ()
-        for key, part in parts:
+            return
+        for key, part in value.items() if isinstance(value, dict) else enumerate(value):
             find(f"{name}.{key}", part)
 
     for at, part in enumerate(model._flatten_layers()):  # The model itself is the first.

@@ -92,8 +92,9 @@ class StatisticsTest(TrainingTestCase):
 
         # The last batch has two examples.
         options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": 6}
-        layers = lambda: [Counter(dtype="mixed_bfloat16"), keras.layers.Dense(1)]  # noqa: E731
-        self.check_as_on_one_device(lambda _: model_of(layers, "sgd"), *data(8), **options)
+        counter = functools.partial(Counter, dtype="mixed_bfloat16")
+        make = functools.partial(model_of, lambda: [counter(), keras.layers.Dense(1)], "sgd")
+        self.check_as_on_one_device(lambda _: make(), *data(8), **options)
 
     def test_no_wire_dtype_rounds_synchronized_batch_normalization(self):
         inputs = np.random.default_rng(0).normal(10, 0.1, [12, 4]).astype(np.float32)

@@ -89,8 +89,8 @@ def install() -> None:
     extend(keras.losses.Loss, "__call__", losses.called)
     extend(keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped)
     extend(keras.Model, "compute_loss", losses.computed)
-    if hasattr(keras, "distillation"):  # Since Keras 3.12.
-        extend(keras.distillation.Distiller, "compute_loss", losses.distilled)
+    for distiller in keras_internals.DISTILLERS:
+        extend(distiller, "compute_loss", losses.distilled)
     extend(trainer, "_aggregate_additional_loss", losses.additional)
     extend(keras.metrics.Mean, "update_state", losses.averaged)
     extend(keras.Layer, "add_loss", losses.added)
