@@ -54,7 +54,7 @@ class Session:
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
         self._texts: set[str] = set()  # That this host, the chief, has made.
-        self._told: str | None = None  # Why this host, the first one, has given up.
+        self._told: str | None = None  # Why this host has given up, if no other one had before.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
 

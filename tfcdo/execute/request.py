@@ -356,7 +356,6 @@ def known_device(value: Any) -> str:
 
 def existing_device(name: str, device: str) -> str:
     """Returns the full name of a device, which the argument `name` gave."""
-    check_device(name, device)
     try:
         found = tf_internals.canonical_device(device)
     except (ValueError, AssertionError) as error:
@@ -374,8 +373,11 @@ def existing_device(name: str, device: str) -> str:
 
 def different_devices(devices: Iterable[Any]) -> list[Any]:
     """Returns the argument `devices`, names of different devices that exist, as a list."""
-    listed = list(devices)
-    names = [existing_device("each of devices", getattr(one, "name", one)) for one in listed]
+    listed, names = list(devices), []
+    for one in listed:
+        given = getattr(one, "name", one)
+        check_device("each of devices", given)
+        names.append(existing_device("each of devices", given))
     if len(set(names)) < len(names):
         raise ValueError(f"devices must be different; got {names}")
     return listed

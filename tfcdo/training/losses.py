@@ -49,9 +49,9 @@ def unscaled(own: Function, value: Any) -> Any:
 
 def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
-    outputs = [one for one in keras.tree.flatten(y_pred) if one is not None]
-    rows = [one.shape[0] if len(one.shape) else 0 for one in outputs]
-    if step.current_several() is None or None not in rows:
+    several = step.current_several() is not None
+    outputs = [one for one in keras.tree.flatten(y_pred) if one is not None] if several else []
+    if None not in [one.shape[0] if len(one.shape) else 0 for one in outputs]:
         return own(loss, y_true, y_pred, *args, **kw)
     with step.changed(reports=True):
         return own(loss, y_true, y_pred, *args, **kw)
