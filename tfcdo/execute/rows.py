@@ -11,6 +11,7 @@ are added like dense values, and the root takes the rows that were touched out o
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
 from collections.abc import Callable, Iterable, Sequence
@@ -26,6 +27,7 @@ from tfcdo.plan.copy_tree import CopyTree
 
 # A value's part on each node; None for a node without one.
 Parts = Sequence[tf.IndexedSlices | None]
+Once = Callable[[tf.IndexedSlices], tf.IndexedSlices]
 # Ops that make indices of which no two are equal, and the input by which others pass these on:
 # Keras's lookup selects between an index and one from the end.
 _UNIQUE = ("Range", "Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
@@ -143,63 +145,62 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
         )
 
 
-def by_lookup(
-    grads: Sequence[Any], examples: int | None, sum_equal: bool
-) -> tuple[list[Any], list[int]]:
-    """Divides rows by lookups of a table, if one device has some once; tells whose each part is.
+@dataclasses.dataclass(frozen=True)
+class Lookup:
+    """Rows of one lookup of a table, or of all; or a dense gradient."""
+
+    of: int  # The gradient that they are a part of.
+    rows: Any
+    # Makes of all replicas' rows those that one device has once; None: it has all.
+    once: Once | None
+
+
+def by_lookup(grads: Sequence[Any], examples: int | None, sum_equal: bool) -> list[Lookup]:
+    """Divides rows by lookups of a table, if one device has some once.
 
     A replica has so many examples, if that is known. With `sum_equal`, a sum has each row once
-    anyway.
+    anyway. If run eagerly, all rows stay.
     """
-    found: list[Any] = []
-    of: list[int] = []
+    found: list[Lookup] = []
     for at, grad in enumerate(grads):
-        lookups = () if sum_equal else _lookups(tf_internals.components(grad), examples)
-        found += map(tf_internals.per_replica, lookups) if lookups else [grad]
-        of += [at] * (len(lookups) or 1)
-    return found, of
+        parts: Sequence[Any] = tf_internals.components(grad)
+        lookups: list[Lookup] = []
+        if not sum_equal and all(map(_is_in_graph, parts)):
+            once = _once([part.indices for part in parts], examples)
+            lookups = _lookups(at, parts, examples) or [Lookup(at, grad, once)]
+        found += lookups or [Lookup(at, grad, None)]
+    return found
 
 
-def _lookups(parts: Sequence[Any], examples: int | None) -> list[Sequence[Any]]:
+def _lookups(of: int, parts: Sequence[Any], examples: int | None) -> list[Lookup]:
     """Returns the rows of each lookup, which the tape has joined; none if it does not matter."""
-    if not all(map(_is_in_graph, parts)):
-        return []
     joined = {(part.indices.op.type, len(part.indices.op.inputs)) for part in parts}
     if len(joined) != 1 or joined.pop()[0] != "ConcatV2":
         return []
     indices = [part.indices.op.inputs[:-1] for part in parts]
-    if not any(_how_once(own, examples) for own in zip(*indices, strict=True)):
+    once = [_once(own, examples) for own in zip(*indices, strict=True)]
+    if not any(once):
         return []
     divided = []
     for part, own in zip(parts, indices, strict=True):
         with tf.device(part.values.device):
             values = tf.split(part.values, [*map(tf.size, own)])
             divided.append([*map(tf.IndexedSlices, values, own, [part.dense_shape] * len(own))])
-    return [*zip(*divided, strict=True)]
+    of_each = map(tf_internals.per_replica, zip(*divided, strict=True))
+    return [Lookup(of, *each) for each in zip(of_each, once, strict=True)]
 
 
-def as_on_one_device(
-    sums: Sequence[Any],
-    parts: Sequence[Any],
-    of: Sequence[int],
-    examples: int | None,
-    sum_equal: bool,
-) -> list[list[Any]]:
+def as_on_one_device(sums: Sequence[Any], lookups: Sequence[Lookup]) -> list[list[Any]]:
     """Adds rows that one device has once: of sparse ids, and of constants, such as positions.
 
-    The sums, and what was summed, are of `by_lookup`. If run eagerly, all rows stay. Returns each
-    gradient's sum on one device or on all.
+    The sums are of the lookups' rows. Returns each gradient's sum on one device or on all.
     """
-    found: list[list[Sequence[Any]]] = [[] for _ in {*of}]
-    for total, part, at in zip(sums, parts, of, strict=True):
+    found: list[list[Sequence[Any]]] = [[] for _ in {one.of for one in lookups}]
+    for total, lookup in zip(sums, lookups, strict=True):
         own: Sequence[Any] = tf_internals.components(total)
-        own_parts = tf_internals.components(part)
-        how = None
-        if not sum_equal and all(map(_is_in_graph, own_parts)):
-            how = _how_once([one.indices for one in own_parts], examples)
-        if how is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
-            own = numerics.on_each([one.device for one in own], how, own)
-        found[at].append(own)
+        if lookup.once is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
+            own = numerics.on_each([one.device for one in own], lookup.once, own)
+        found[lookup.of].append(own)
     return [[join(one, one[0].device) for one in zip(*own, strict=True)] for own in found]
 
 
@@ -207,9 +208,7 @@ def _is_in_graph(part: Any) -> bool:
     return isinstance(part, tf.IndexedSlices) and tf.is_symbolic_tensor(part.indices)
 
 
-def _how_once(
-    indices: Sequence[tf.Tensor], examples: int | None
-) -> Callable[[tf.IndexedSlices], tf.IndexedSlices] | None:
+def _once(indices: Sequence[tf.Tensor], examples: int | None) -> Once | None:
     """Returns what makes of all replicas' rows those that one device has once; None: all."""
     count = indices[0].shape[0]
     first, *others = map(_constants, indices)

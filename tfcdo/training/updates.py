@@ -208,13 +208,11 @@ def summed(
     results = _largest(strategy, grads, variables)
     at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
     if at:
-        sum_equal = _sum_equal_rows(strategy)
-        examples = step.known_examples()
-        parts, of = rows.by_lookup([grads[i] for i in at], examples, sum_equal)
-        paths = [keras_internals.path_of(variables[at[k]]) for k in of]
-        sums = strategy.extended.sum_gradients(parts, paths)
+        lookups = _by_lookup(strategy, [grads[i] for i in at])
+        paths = [keras_internals.path_of(variables[at[one.of]]) for one in lookups]
+        sums = strategy.extended.sum_gradients([one.rows for one in lookups], paths)
         _note_updates_by_rows(strategy, paths, sums)
-        whole = rows.as_on_one_device(sums, parts, of, examples, sum_equal)
+        whole = rows.as_on_one_device(sums, lookups)
         results |= zip(at, map(tf_internals.per_replica, whole), strict=True)
     return [results.get(i) for i in range(len(grads))]
 
@@ -230,10 +228,10 @@ def _note_updates_by_rows(
     )
 
 
-def _sum_equal_rows(strategy: tf.distribute.Strategy) -> bool:
-    """Returns whether a sum has each row only once, by an option of the cross-device ops."""
+def _by_lookup(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[rows.Lookup]:
     options = getattr(strategy.extended._cross_device_ops, "_options", None)
-    return options is not None and options.sum_equal_rows
+    sum_equal = options is not None and options.sum_equal_rows
+    return rows.by_lookup(grads, step.known_examples(), sum_equal)
 
 
 def _largest(
@@ -435,15 +433,14 @@ def _update_shards(
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
-    sum_equal = _sum_equal_rows(strategy)
-    examples = step.known_examples()
-    parts, of = rows.by_lookup(grads, examples, sum_equal)
+    lookups = _by_lookup(strategy, grads)
+    of = [one.of for one in lookups]
     paths = [keras_internals.path_of(variables[i]) for i in of]
     owned = strategy.extended._cross_device_ops.reduce_to_owners(
-        parts, paths, [owner[i] for i in of], devices
+        [one.rows for one in lookups], paths, [owner[i] for i in of], devices
     )
     _note_updates_by_rows(strategy, paths, owned.sums)
-    sums = [total for [total] in rows.as_on_one_device(owned.sums, parts, of, examples, sum_equal)]
+    sums = [total for [total] in rows.as_on_one_device(owned.sums, lookups)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
