@@ -421,6 +421,13 @@ def tensor_around(placeholder: tf.Tensor) -> Any:
     return next((outer for outer, inner in captures if inner is placeholder), None)
 
 
+def id_on_replicas(tensor: tf.Tensor) -> int:
+    """Returns the `id` of a tensor; for a variable's handle, of the variable, if it is mirrored."""
+    variable = getattr(tensor, "_distributed_container", lambda: None)()
+    is_mirrored = isinstance(variable, _values.MirroredVariable)
+    return id(variable if is_mirrored else tensor)
+
+
 def value_at_call_time(
     make: Callable[[], tf.Tensor], spec: tf.TensorSpec, key: Any = None
 ) -> tf.Tensor:

@@ -400,7 +400,8 @@ class GradientsTest(kt.TrainingTestCase):
         self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
     @parameterized.product(
-        sharded=(True, False), indices=("positions", "constant", "large", "two", "token")
+        sharded=(True, False),
+        indices=("positions", "constant", "large", "two", "token", "variable", "variable token"),
     )
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
         """One device looks each up once for a batch. TensorFlow captures a large table of them.
@@ -414,12 +415,14 @@ class GradientsTest(kt.TrainingTestCase):
                 super().__init__()
                 self.table = keras.layers.Embedding(4, 2)
                 self.constant = keras.ops.convert_to_tensor(of_examples)
+                self.variable = keras.Variable(of_examples, trainable=False, dtype="int32")
 
             def call(self, x: Any) -> Any:
                 positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)
                 ones = keras.ops.ones((keras.ops.shape(x)[0], 1, 1), "int32")
-                of_batch = {"positions": positions, "token": ones}.get(indices, self.constant)
-                found = self.table(of_batch)
+                of_batch = {"positions": positions, "token": ones, "variable": self.variable.value}
+                of_batch["variable token"] = ones * self.variable[0, 1]
+                found = self.table(of_batch.get(indices, self.constant))
                 words = keras.ops.cast(keras.ops.abs(9 * x), "int32") % 4
                 own = self.table(words) if indices == "two" else x[..., None]
                 return keras.ops.tanh(own + keras.ops.sum(found, 1))
@@ -430,7 +433,7 @@ class GradientsTest(kt.TrainingTestCase):
 
         inputs, _ = kt.dense_data(10)
         data = tf.data.Dataset.from_tensor_slices((inputs, np.repeat(inputs, 2, 1)))
-        data = data.batch(6, drop_remainder=indices == "token")
+        data = data.batch(6, drop_remainder="token" in indices)
         self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
     @parameterized.parameters((None, False), (2, True))

@@ -31,6 +31,7 @@ Once = Callable[[tf.IndexedSlices], tf.IndexedSlices]
 # Ops that make indices of which no two are equal, and the input by which others pass these on:
 # Keras's lookup selects between an index and one from the end.
 _UNIQUE = ("Range", "Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
+_READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _PASSED_ON = {"Identity": 0, "Reshape": 0, "Cast": 0, "ExpandDims": 0, "SelectV2": 2}
 
 
@@ -210,24 +211,17 @@ def _is_in_graph(part: Any) -> bool:
 
 def _once(indices: Sequence[tf.Tensor], examples: int | None) -> Once | None:
     """Returns what makes of all replicas' rows those that one device has once; None: all."""
-    count = indices[0].shape[0]
-    first, *others = map(_constants, indices)
+    count, op = indices[0].shape[0], indices[0].op
+    shape = op.inputs[0].shape if op.type == "Reshape" else indices[0].shape  # As looked up.
+    has_row_each = examples not in (None, 1) and bool(shape.rank) and shape[0] == examples
+    first, *others = (_constants(one, has_row_each) for one in indices)
     if count and first is not None and all(one == first for one in others):
-        if _are_of_examples(indices[0], examples):
+        # One device has a start token for each example, and has positions, or a batch's own, once.
+        known = tf_internals.constant_value(indices[0]) if has_row_each else None
+        if known is not None and not np.ptp(np.reshape(known, [examples, -1]), 0).any():
             return None
         return functools.partial(_add_parts, count=count)
     return add_equal if _are_unique(indices[0]) else None
-
-
-def _are_of_examples(indices: tf.Tensor, examples: int | None) -> bool:
-    """Returns whether constants are the same for each example, such as a start token."""
-    # One device has them for each, and has one of positions or of a batch's own.
-    op = indices.op
-    shape = op.inputs[0].shape if op.type == "Reshape" else indices.shape  # As they are looked up.
-    if examples in (None, 1) or not shape.rank or shape[0] != examples:
-        return False
-    known = tf_internals.constant_value(indices)
-    return known is not None and not np.ptp(np.reshape(known, [examples, -1]), 0).any()
 
 
 def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
@@ -237,8 +231,11 @@ def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
     return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
 
 
-def _constants(indices: tf.Tensor) -> list[Any] | None:
-    """Returns the constants that indices depend on; None if they depend on anything else."""
+def _constants(indices: tf.Tensor, has_row_each: bool) -> list[Any] | None:
+    """Returns the constants that indices depend on; None if they depend on anything else.
+
+    Mirrored variables count, too; if there is a row for each example, those that are read once.
+    """
     found: list[Any] = []
     seen, waiting = set(), [indices]
     while waiting:
@@ -246,13 +243,17 @@ def _constants(indices: tf.Tensor) -> list[Any] | None:
         if tensor is None:  # An argument of a function.
             return None
         if not tf.is_symbolic_tensor(tensor):  # Made before the function, which has captured it.
-            found.append(id(tensor))
+            found.append(tf_internals.id_on_replicas(tensor))
         elif tensor.op in seen:
             continue
         elif tensor.op.type == "Const":
             found.append(tensor.op.get_attr("value"))
         elif tensor.op.type == "Placeholder":
             waiting.append(tf_internals.tensor_around(tensor))
+        elif tensor.op.type in _READS:
+            if has_row_each and tensor.shape.num_elements() != indices.shape[0]:
+                return None
+            waiting += tensor.op.inputs
         elif tensor.op.op_def.is_stateful or not tensor.op.inputs:
             return None
         else:
