@@ -218,7 +218,7 @@ def _once(indices: Sequence[tf.Tensor], examples: int | None) -> Once | None:
     if count and first is not None and all(one == first for one in others):
         # One device has a start token for each example, and has positions, or a batch's own, once.
         known = tf_internals.constant_value(indices[0]) if has_row_each else None
-        if known is not None and not np.ptp(np.reshape(known, [examples, -1]), 0).any():
+        if known is not None and not np.ptp(np.reshape(known, [shape[0], -1]), 0).any():
             return None
         return functools.partial(_add_parts, count=count)
     return add_equal if _are_unique(indices[0]) else None
