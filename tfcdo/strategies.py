@@ -493,7 +493,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
         return super()._reduce_to(
-            reduce_op, value, self._with_default_device(destinations), options
+            reduce_op, self._of_each(value), self._with_default_device(destinations), options
         )
 
     def _gather_to_implementation(

@@ -244,7 +244,10 @@ class _Case:
         self.same([self.replicas, 2 * self.replicas], sums)
         with self.strategy.scope():  # The chief sends its first value.
             empty = tf.Variable(np.zeros([0, 2], np.float32))
+            count = tf.Variable(0, aggregation=tf.VariableAggregation.SUM)
         self.same(np.zeros([0, 2]), empty, tf.float32)
+        self.wrap(lambda: self.strategy.run(lambda: count.assign_add(1)))()
+        self.same(self.replicas, count)
 
     def gradient(self) -> None:
         """The sum on each replica depends on all inputs: the gradient is a sum over replicas."""

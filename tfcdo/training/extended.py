@@ -38,14 +38,13 @@ class ReducesStructures:
         def reduced(one: Any) -> Any:
             if statistics.is_averaged(one):
                 return statistics.reduced(own, reduce_op, one, axis)
-            # Keras 3 reduces scalars along axis 0, where they have none.
-            return own(reduce_op, one, axis=None if _is_scalar(one) else axis)
+            if axis is None or _is_scalar(one):  # Keras 3 reduces scalars along axis 0, too.
+                return own(reduce_op, one, axis=None)
+            # TensorFlow runs a function, which is not a step, whose replicas all need examples.
+            with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
+                return own(reduce_op, one, axis=axis)
 
-        # TensorFlow runs a function to reduce along an axis. It is not a step, whose replicas all
-        # need examples.
-        here = step.now.steps or self.extended._steps((), {}, False)
-        with step.during(steps=here):
-            return tf.nest.map_structure(reduced, value)
+        return tf.nest.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: Any) -> Any:
         """Concatenates a value, or each of a structure of values over the replicas, in one go."""
