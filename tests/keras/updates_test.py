@@ -401,7 +401,7 @@ class GradientsTest(kt.TrainingTestCase):
 
     @parameterized.product(
         sharded=(True, False),
-        indices=("positions", "constant", "large", "two", "token", "variable", "variable token"),
+        indices=("positions", "constant", "large", "two", "unique", "token", "variable", "tokens"),
     )
     def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
         """One device looks each up once for a batch. TensorFlow captures a large table of them.
@@ -421,10 +421,13 @@ class GradientsTest(kt.TrainingTestCase):
                 positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)
                 ones = keras.ops.ones((keras.ops.shape(x)[0], 1, 1), "int32")
                 of_batch = {"positions": positions, "token": ones, "variable": self.variable.value}
-                of_batch["variable token"] = ones * self.variable[0, 1]
+                of_batch["tokens"] = ones * self.variable[0, 1]
                 found = self.table(of_batch.get(indices, self.constant))
                 words = keras.ops.cast(keras.ops.abs(9 * x), "int32") % 4
                 own = self.table(words) if indices == "two" else x[..., None]
+                if indices == "unique":
+                    ids, at, _ = tf.unique_with_counts(tf.reshape(words, [-1]))
+                    own = tf.reshape(tf.gather(self.table(ids), at), [-1, 4, 2])
                 return keras.ops.tanh(own + keras.ops.sum(found, 1))
 
         def make(run_eagerly: bool) -> keras.Model:

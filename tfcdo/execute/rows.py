@@ -30,7 +30,8 @@ Parts = Sequence[tf.IndexedSlices | None]
 Once = Callable[[tf.IndexedSlices], tf.IndexedSlices]
 # Ops that make indices of which no two are equal, and the input by which others pass these on:
 # Keras's lookup selects between an index and one from the end.
-_UNIQUE = ("Range", "Unique", *(f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")))
+_UNIQUE = {"Range", "Unique", "UniqueWithCounts"}
+_UNIQUE |= {f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")}
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
 _PASSED_ON = {"Identity": 0, "Reshape": 0, "Cast": 0, "ExpandDims": 0, "SelectV2": 2}
 
