@@ -207,6 +207,7 @@ class BrokenTest(parameterized.TestCase):
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
         ("shapes must be a list .* got .3,", Rehearsal, {**_REHEARSED, "shapes": (3,)}),
+        ("shapes must be of one vector, .* got .*3", Rehearsal, {**_REHEARSED, "shapes": [(2, 3)]}),
         ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),
         ("hosts must be at least 2; got 1", Rehearsal, {**_REHEARSED, "hosts": 1}),
     )

@@ -280,7 +280,8 @@ class Rehearsal:
     Raises:
       TypeError: if `exchange` is not an exchange, `shapes` not a list of shapes, or `hosts` not an
         int.
-      ValueError: if `hosts` is less than 2, or `dtype` another one.
+      ValueError: if `hosts` is less than 2, `dtype` another one, or `shapes` not of one vector for
+        an exchange without `whole_values`.
 
     Attributes:
       states: the state of each host, by name.
@@ -314,6 +315,10 @@ class Rehearsal:
             self.spec = PackSpec(dtype, tuple(map(tuple, shapes)))
         except TypeError:
             raise TypeError(f"shapes must be a list of shapes; got {shapes!r}") from None
+        if not exchange.whole_values and [*map(len, self.spec.shapes)] != [1]:
+            raise ValueError(
+                f"shapes must be of one vector, as {exchange} has no whole_values; got {shapes!r}"
+            )
         self.states = [dict(exchange.state(self.spec, hosts)) for _ in range(hosts)]
         self.calls: list[Collective] = []
 
