@@ -424,8 +424,7 @@ def tensor_around(placeholder: tf.Tensor) -> Any:
 def id_on_replicas(tensor: tf.Tensor) -> int:
     """Returns the `id` of a tensor; for a variable's handle, of the variable, if it is mirrored."""
     variable = getattr(tensor, "_distributed_container", lambda: None)()
-    is_mirrored = isinstance(variable, _values.MirroredVariable)
-    return id(variable if is_mirrored else tensor)
+    return id(variable if isinstance(variable, _values.MirroredVariable) else tensor)
 
 
 def value_at_call_time(

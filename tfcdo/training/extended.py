@@ -33,16 +33,19 @@ class ReducesStructures:
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values."""
-        own = super().reduce  # type: ignore[misc]
+        tensorflows = super().reduce  # type: ignore[misc]
+
+        def own(reduce_op: Any, one: Any, axis: Any) -> Any:
+            if axis is None or _is_scalar(one):  # Keras 3 reduces scalars along axis 0, too.
+                return tensorflows(reduce_op, one, axis=None)
+            # TensorFlow runs a function, which is not a step, whose replicas all need examples.
+            with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
+                return tensorflows(reduce_op, one, axis=axis)
 
         def reduced(one: Any) -> Any:
             if statistics.is_averaged(one):
                 return statistics.reduced(own, reduce_op, one, axis)
-            if axis is None or _is_scalar(one):  # Keras 3 reduces scalars along axis 0, too.
-                return own(reduce_op, one, axis=None)
-            # TensorFlow runs a function, which is not a step, whose replicas all need examples.
-            with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
-                return own(reduce_op, one, axis=axis)
+            return own(reduce_op, one, axis)
 
         return tf.nest.map_structure(reduced, value)
 
