@@ -78,6 +78,8 @@ class _Saved(keras.callbacks.Callback):
         if tfcdo.is_chief():
             self.model.save_weights(self.path)
         read = self.model.get_weights()
+        predicted = self.model.predict_on_batch(data()[0])[:EXAMPLES]  # Of all hosts.
+        np.testing.assert_allclose(predicted, data()[0] @ read[0] + read[1], atol=1e-5)
         own = [variable.value.values[0].numpy() for variable in self.model.trainable_variables]
         assert any(np.any(one != other) for one, other in zip(read, own, strict=True))
         self.weights = {f"read_{at}": one for at, one in enumerate(read)}

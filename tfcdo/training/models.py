@@ -70,7 +70,7 @@ def install() -> None:
         extend(trainer, name, _on_batch)
     for name in ("evaluate", "predict"):
         extend(keras.Model, name, _with_data)
-    for name in ("save", "save_weights", "get_weights"):
+    for name in ("save", "save_weights", "export", "get_weights", "predict_on_batch"):
         extend(keras.Model, name, _with_common_parameters)
     for name in ("set_weights", "load_weights"):
         extend(keras.Model, name, _begin_outer_again)
