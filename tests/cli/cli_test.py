@@ -97,6 +97,12 @@ class CommandTest(cli_testing.CommandTestCase):
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertRegex(result.stderr, rf"^tfcdo: .*{re.escape(named)}.*\n$")
 
+    def test_a_closed_standard_error_stops_nothing(self):
+        script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} plan -t pcie:2 2>&-"
+        result = subprocess.run(["sh", "-c", script], capture_output=True, text=True)
+        self.assertEqual(result.returncode, 0)
+        self.assertIn("Bound:", result.stdout)
+
 
 class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(
