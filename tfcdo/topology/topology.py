@@ -274,12 +274,6 @@ class Topology:
         name = f"{self.name}{{{','.join(map(str, devices))}}}"
         return Topology.from_routes(name, len(devices), routes, **self._costs)
 
-    def with_slower_additions(self, factor: float) -> Topology:
-        """Returns the machine for data that is sent in fewer bytes than it is added in."""
-        if factor == 1:
-            return self
-        return dataclasses.replace(self, addition_bandwidth=self.addition_bandwidth / factor)
-
     def to_json(self) -> str:
         """Returns this topology as a JSON text, which `from_json` reads.
 
