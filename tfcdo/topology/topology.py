@@ -115,7 +115,8 @@ class Topology:
             # A list is none of a key's parts.
             items = checks.check_items(field, getattr(self, field), kind)
             object.__setattr__(self, field, items)
-        checks.check_number("addition_bandwidth", self.addition_bandwidth)
+        additions = checks.check_number("addition_bandwidth", self.addition_bandwidth)
+        object.__setattr__(self, "addition_bandwidth", additions)
         checks.check_bool("serial_reduction", self.serial_reduction)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
@@ -123,6 +124,9 @@ class Topology:
             if count > 1:
                 raise ValueError(f"resources must have different names; {name!r} is duplicated")
         check_links(self.links, self.resources, self.num_devices)
+        # Numbers are floats, as in files: the fingerprints of 1 and 1.0 differ.
+        links = (dataclasses.replace(link, latency=float(link.latency)) for link in self.links)
+        object.__setattr__(self, "links", tuple(links))
 
     @classmethod
     def from_routes(
