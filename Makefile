@@ -132,5 +132,5 @@ $(VENV)/.installed-%: pyproject.toml | $(BIN)/uv
 # A test file finds its helpers when it runs alone, too: python tests/plan/packing_test.py
 .PHONY: test-path
 test-path:
-	@printf '%s\n' $(CURDIR)/tests/helpers $(CURDIR)/tools \
+	@printf '%s\n' '$(CURDIR)/tests/helpers' '$(CURDIR)/tools' \
 	  >"$$($(BIN)/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')/tfcdo_tests.pth"

@@ -28,11 +28,12 @@ told = [configure_virtual_cpus(1), refusal(2), names()]
 """
 _THREADS = """
 import os
+from tfcdo.topology.detection import num_cores
 from tfcdo.virtual_devices import configure_threads
 threading = tf.config.threading
 def of(cores, devices):
-    os.cpu_count = lambda: cores
-    configure_threads(devices)
+    os.cpu_count, os.sched_getaffinity = lambda: 64, lambda process: range(cores)
+    configure_threads(devices, num_cores())
     return threading.get_inter_op_parallelism_threads()
 told = [of(64, 4), of(2, 4), of(2, 8)]
 threading.set_inter_op_parallelism_threads(0)

@@ -34,10 +34,11 @@ def check_device_list(devices: Any) -> tuple[str, ...]:
     return found
 
 
-def check_number(name: str, value: object) -> None:
-    """Raises a TypeError unless the argument `name` is a number; a bool is none."""
+def check_number(name: str, value: object) -> float:
+    """Returns the argument `name`, a number, as a float; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; got {value!r}")
+    return float(value)
 
 
 def check_path(name: str, value: Any, *suffixes: str) -> pathlib.Path:

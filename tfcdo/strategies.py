@@ -26,7 +26,7 @@ from tfcdo.execute import between, nccl
 from tfcdo.execute.request import brief, check_options, different_devices
 from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
-from tfcdo.topology.detection import detect
+from tfcdo.topology.detection import detect, num_cores
 from tfcdo.topology.topology import Topology
 from tfcdo.training import diloco, models, step, updates
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
@@ -556,7 +556,7 @@ def _prepare(
     if cluster is None or len(cluster.tasks) == 1:
         return ""
     if not has_gpus:
-        virtual_devices.configure_threads(own_settings["devices_per_worker"])
+        virtual_devices.configure_threads(own_settings["devices_per_worker"], num_cores())
     settings = {
         "cluster": [f"{task.job} {task.index} at {task.address}" for task in cluster.tasks],
         "version of tfcdo": version.__version__,

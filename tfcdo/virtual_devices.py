@@ -70,15 +70,15 @@ def _num_visible(kind: str) -> int:
     return sum(map(num_logical, tf.config.get_visible_devices(kind)))
 
 
-def configure_threads(num_devices: int) -> None:
+def configure_threads(num_devices: int, num_cores: int | None) -> None:
     """Gives TensorFlow enough threads to sum gradients of CPU devices while others are made."""
-    # By default it has as many as cores. With few of them no gradient is finished before the
-    # backward pass is, so nothing would hide the network. Call it before TensorFlow starts. A
-    # number that the user has chosen stays.
+    # By default it has as many as cores that it may use. With few of them no gradient is finished
+    # before the backward pass is, so nothing would hide the network. Call it before TensorFlow
+    # starts. A number that the user has chosen stays.
     number = tf.config.threading.get_inter_op_parallelism_threads()
     chosen = number or os.environ.get("TF_NUM_INTEROP_THREADS")
     wanted = _THREADS_PER_DEVICE * num_devices
-    if not chosen and wanted > (os.cpu_count() or 1):
+    if not chosen and wanted > (num_cores or 1):
         tf.config.threading.set_inter_op_parallelism_threads(wanted)
 
 

@@ -73,8 +73,9 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         self.assertEqual({one["wrong"] for one in written["results"]}, {0, None})
 
     def test_is_of_this_machine_alone(self):
-        with mock.patch.dict(os.environ, TF_CONFIG="{"):
+        with mock.patch.dict(os.environ, TF_CONFIG="{", KERAS_BACKEND="jax"):
             result = _bench("-b", "8", "-e", "8", "-g", "2", "--ops", "tf.ReductionToOneDevice()")
+            self.assertEqual(os.environ["KERAS_BACKEND"], "tensorflow")
         self.assertEqual(result.status, 0, result.errors)
 
     def test_a_wrong_result(self):

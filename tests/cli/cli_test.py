@@ -97,6 +97,10 @@ class CommandTest(cli_testing.CommandTestCase):
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertRegex(result.stderr, rf"^tfcdo: .*{re.escape(named)}.*\n$")
 
+    def test_a_closed_standard_error_stops_nothing(self):
+        script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} plan -t pcie:2 2>&-"
+        self.assertIn("Bound:", subprocess.check_output(["sh", "-c", script], text=True))
+
 
 class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(

@@ -359,12 +359,13 @@ class TfConfigTest(absltest.TestCase):
                 free.bind(("127.0.0.1", 0))
                 own = f"127.0.0.1:{free.getsockname()[1]}"
             *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
-            used, _ = self.examine(there, there.replace("127.0.0.1", "localhost"))
+            used, _, nameless = self.examine(there, f"localhost{there[9:]}", "no-such..host:2222")
         for one, pattern in (
             (reached[0], "ok: host 0 .*: this process's own; the port is free"),
             (reached[1], "ok: host 1 .*: a worker listens there"),
             (reached[2], "ok: host 2 .*: the machine answers; no worker listens there yet"),
             (nobody, "wrong: host 3 .*: not reached: .*firewalls"),
+            (nameless, "wrong: host 2 .*: not reached: .*label empty.*firewalls"),
             (used, "wrong: host 0 .*own port cannot be used.*end the process that uses the port"),
         ):
             self.assertRegex(f"{one.severity}: {one.text} {one.remedy}", f"^{pattern}")

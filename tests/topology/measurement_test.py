@@ -100,6 +100,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
         ([f"CPU:{number}" for number in range(17)], "at most 16; got 17"),
         (["GPU:0", "GPU:1"], "that exist; got 'GPU:0', there are .*CPU:0"),
         (["CPU:0", "CPU:99"], "that exist; got 'CPU:99'"),
+        (["CPU:0", "/cpu:0"], "different .* got '/cpu:0'"),
         (["nonsense"], "that exist; got 'nonsense'"),
         ([3], "a device name such as .* got 3"),
     )

@@ -9,6 +9,7 @@ import random
 from typing import Any
 
 import hypothesis
+import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
 from topology_testing import gigabytes, meet
@@ -156,6 +157,9 @@ class JsonTest(parameterized.TestCase):
     def test_reads_what_it_writes(self, name, num_devices):
         machine = preset(name, num_devices)
         self.assertEqual(Topology.from_json(machine.to_json()), machine)
+        wires = [Route(*pair, [Resource("a", 1)], latency=0) for pair in ordered_pairs(num_devices)]
+        whole = Topology.from_routes("b", num_devices, wires, addition_bandwidth=np.float32(2))
+        self.assertEqual(Topology.from_json(whole.to_json()).fingerprint, whole.fingerprint)
 
     def test_fields_with_defaults_may_be_left_out(self):
         text = """{"name": "two", "num_devices": 2,

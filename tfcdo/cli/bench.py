@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
+import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal
@@ -112,6 +113,7 @@ def bench(
     options.refuse(
         (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
+    os.environ["KERAS_BACKEND"] = "tensorflow"  # Whatever the user's programs have.
     if context.invoked_subcommand:
         return 0
     console = options.make_console()

@@ -6,6 +6,7 @@ import codecs
 import errno
 import importlib
 import io
+import os
 import sys
 from collections.abc import Sequence
 
@@ -50,6 +51,9 @@ def run(arguments: Sequence[str]) -> int:
     """Runs `tfcdo` with these arguments."""
     if sys.stdout is None:
         return _complain("standard output is closed")
+    if sys.stderr is None:  # It is closed: another file would get its number.
+        os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
+        sys.stderr = io.TextIOWrapper(io.FileIO(2, "w"))
     if isinstance(sys.stdout, io.TextIOWrapper):
         sys.stdout.reconfigure(errors=_SPELLED)
     try:

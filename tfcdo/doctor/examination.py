@@ -212,9 +212,10 @@ def _reach(cluster: config.Cluster, index: int) -> Finding:
             status = "a worker listens there"
     except ConnectionRefusedError:
         status = "the machine answers; no worker listens there yet"
-    except OSError as error:
-        # A name that nobody knows, no route, or silence, as behind a firewall.
-        text = f"{cluster.name(index)}: {problem}: {error.strerror or error}"
+    except (OSError, UnicodeError) as error:
+        # A name that nobody knows, or has an empty part, no route, or silence, as of a firewall.
+        reason = getattr(error, "strerror", None) or error
+        text = f"{cluster.name(index)}: {problem}: {reason}"
         return Finding(WRONG, text, remedy)
     return Finding(OK, f"{cluster.name(index)}: {status}")
 

@@ -254,9 +254,10 @@ def _packed(
         algorithm, name, why = None, "NCCL", group.nccl  # Without trees.
     else:
         if cast is not None:
+            # They are added in more bytes than they are sent in.
             added = next(iter(values.values())).dtype
-            wider = dtypes.itemsize(added) / dtypes.itemsize(cast)
-            topology = topology.with_slower_additions(wider)
+            slower = topology.addition_bandwidth * dtypes.itemsize(cast) / dtypes.itemsize(added)
+            topology = dataclasses.replace(topology, addition_bandwidth=slower)
         algorithm = _algorithm(options, topology, num_bytes)
         name, why = _reason(batch, options, machine, algorithm, topology, num_bytes)
     packs = algorithms.pack(values, how, algorithm, topology, cast)

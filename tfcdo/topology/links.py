@@ -50,7 +50,8 @@ class Resource:
     bandwidth: float
 
     def __post_init__(self) -> None:
-        checks.check_number(f"bandwidth of {self.name!r}", self.bandwidth)
+        bandwidth = checks.check_number(f"bandwidth of {self.name!r}", self.bandwidth)
+        object.__setattr__(self, "bandwidth", bandwidth)
         if not self.bandwidth > 0:
             raise ValueError(
                 f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"

@@ -102,14 +102,16 @@ class _Clock:
         from tfcdo.tf_internals import canonical_device
 
         known = [canonical_device(device.name) for device in tf.config.list_logical_devices()]
+        left = list(known)
         for device in devices:  # TensorFlow would take another one's place.
             found = ""
             with contextlib.suppress(ValueError):  # It is no name of a device.
                 found = canonical_device(device)
-            if found not in known:
+            if found not in left:
                 raise ValueError(
-                    f"devices must be devices that exist; got {device!r}, there are {known}"
+                    f"devices must be different ones that exist; got {device!r}, there are {known}"
                 )
+            left.remove(found)  # It may be named again in other words.
         self._tf = tf
         self.devices = devices
         self.progress = progress

@@ -115,7 +115,8 @@ class Topology:
             # A list is none of a key's parts.
             items = checks.check_items(field, getattr(self, field), kind)
             object.__setattr__(self, field, items)
-        checks.check_number("addition_bandwidth", self.addition_bandwidth)
+        additions = checks.check_number("addition_bandwidth", self.addition_bandwidth)
+        object.__setattr__(self, "addition_bandwidth", additions)
         checks.check_bool("serial_reduction", self.serial_reduction)
         if not self.addition_bandwidth > 0:
             raise ValueError(f"addition_bandwidth must be above 0; got {self.addition_bandwidth}")
@@ -123,6 +124,9 @@ class Topology:
             if count > 1:
                 raise ValueError(f"resources must have different names; {name!r} is duplicated")
         check_links(self.links, self.resources, self.num_devices)
+        # Numbers are floats, as in files: the fingerprints of 1 and 1.0 differ.
+        links = (dataclasses.replace(link, latency=float(link.latency)) for link in self.links)
+        object.__setattr__(self, "links", tuple(links))
 
     @classmethod
     def from_routes(
@@ -273,12 +277,6 @@ class Topology:
         ]
         name = f"{self.name}{{{','.join(map(str, devices))}}}"
         return Topology.from_routes(name, len(devices), routes, **self._costs)
-
-    def with_slower_additions(self, factor: float) -> Topology:
-        """Returns the machine for data that is sent in fewer bytes than it is added in."""
-        if factor == 1:
-            return self
-        return dataclasses.replace(self, addition_bandwidth=self.addition_bandwidth / factor)
 
     def to_json(self) -> str:
         """Returns this topology as a JSON text, which `from_json` reads.
