@@ -90,10 +90,8 @@ class CommandTest(cli_testing.CommandTestCase):
     def test_output_that_does_not_get_through(self, shell: str, named: str):
         script = f"exec {shlex.join([sys.executable, '-c', _ENTRY, 'none'])} {shell}"
         # Python flushes a buffered output once more at its end, and may complain a second time.
-        environment = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
-        result = subprocess.run(
-            ["sh", "-c", script], capture_output=True, text=True, env=environment
-        )
+        variables = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+        result = subprocess.run(["sh", "-c", script], capture_output=True, text=True, env=variables)
         self.assertEqual(result.returncode, 1, result.stderr)
         self.assertRegex(result.stderr, rf"^tfcdo: .*{re.escape(named)}.*\n$")
 

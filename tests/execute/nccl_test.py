@@ -159,9 +159,7 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
         def work(thread: int) -> None:
             for turn, step in enumerate((one, function(one)) * 2):
-                own = [
-                    tf.fill([5], float(thread * 1000 + turn + rank)) for rank in range(2 + thread)
-                ]
+                own = [tf.fill([5], float(thread * 1000 + turn + r)) for r in range(2 + thread)]
                 expected = np.sum([x.numpy() for x in own], axis=0)
                 np.testing.assert_array_equal([expected] * len(own), step(*own))
                 scale = float(100 * thread + turn)
@@ -277,10 +275,8 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters((EAGER, tf.float32, MEAN), (FUNCTION, tf.float64, SUM))
     def test_sums_are_within_the_bound_of_k_roundings(self, mode, dtype, op):
-        generator = np.random.default_rng(0)
-        arrays = [
-            (generator.uniform(-0.2, 1, 50) * 1e5).astype(dtype.as_numpy_dtype) for _ in range(4)
-        ]
+        drawn = np.random.default_rng(0)
+        arrays = [(drawn.uniform(-0.2, 1, 50) * 1e5).astype(dtype.as_numpy_dtype) for _ in range(4)]
         (result,) = tu.all_reduce(self.make(), op, [tu.per_replica(arrays)], mode)
         # One rounding of each value, and K - 1 of partial sums.
         bound = ((1 + ROUNDOFF) ** 4 * (1 + 2.0**-20) - 1) * tu.oracle(op, [*map(np.abs, arrays)])

@@ -61,9 +61,7 @@ def run_scenarios(
         for outcome in outcomes:
             assert outcome.returncode == 0, outcome.output
         results = {
-            name: [
-                dict(np.load(path)) for path in sorted(pathlib.Path(folder).glob(f"{name}-?.npz"))
-            ]
+            name: [dict(np.load(one)) for one in sorted(pathlib.Path(folder).glob(f"{name}-?.npz"))]
             for name in names
         }
     return results, outcomes

@@ -177,9 +177,7 @@ def all_reduce(
     mode: str = EAGER,
 ) -> list[Result]:
     """All-reduces several `PerReplica` values to their own devices, in one batch."""
-    return call(
-        mode, lambda *own: ops.batch_reduce(reduce_op, [(value, value) for value in own]), *values
-    )
+    return call(mode, lambda *own: ops.batch_reduce(reduce_op, [(v, v) for v in own]), *values)
 
 
 def call_in_six_threads(work: Callable[[int], None]) -> None:

@@ -54,9 +54,7 @@ def run(*arguments: str, seconds: float = 300.0) -> subprocess.CompletedProcess[
 
 def run_cold(*arguments: str) -> subprocess.CompletedProcess[str]:
     """Runs a Python of its own, which has imported nothing, until it ends, and keeps its output."""
-    return subprocess.run(
-        [sys.executable, *arguments], capture_output=True, text=True, timeout=300.0
-    )
+    return subprocess.run([sys.executable, *arguments], capture_output=True, text=True, timeout=300)
 
 
 def executable() -> str:

@@ -60,9 +60,7 @@ class EveryPlanTest(absltest.TestCase):
     )
     def test_every_plan(self, values, how, algorithm, num_devices, machine):
         packs = pack(values, how, algorithm, num_devices, machine)
-        self.assertContainsSubset(
-            {one.tree and one.tree.num_devices for one in packs}, {num_devices}
-        )
+        self.assertContainsSubset({p.tree and p.tree.num_devices for p in packs}, {num_devices})
         # Every element of every value is in exactly one place; empty values have one too.
         slices = [part for content in contents(packs) for part in content]
         for position, value in values.items():

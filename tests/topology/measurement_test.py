@@ -127,9 +127,7 @@ class InferenceTest(parameterized.TestCase):
     def test_finds_the_links_and_what_they_share(self, machine, noise, calls=None):
         def time_copies(pairs: Sequence[tuple[int, int]], num_bytes: int) -> float:
             """Times one copy, or two: one after the other if they share anything, else at once."""
-            times = [
-                machine.latency(*pair) + num_bytes / machine.bandwidth(*pair) for pair in pairs
-            ]
+            times = [machine.latency(*p) + num_bytes / machine.bandwidth(*p) for p in pairs]
             add = sum if len(pairs) == 2 and meet(machine, *pairs) else max
             return add(times) * (1 + noise * (-1) ** clock.call_count)
 
