@@ -200,7 +200,7 @@ def _strings(file: pathlib.Path) -> Iterator[str]:
     for node in ast.walk(ast.parse(file.read_text(encoding="utf-8"))):
         if isinstance(node, ast.JoinedStr):
             yield "".join(
-                str(part.value) if isinstance(part, ast.Constant) else "{}" for part in node.values
+                str(p.value) if isinstance(p, ast.Constant) else "{}" for p in node.values
             )
         elif isinstance(node, ast.Constant) and isinstance(node.value, str):
             yield node.value

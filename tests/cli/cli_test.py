@@ -66,22 +66,19 @@ class CommandTest(cli_testing.CommandTestCase):
         remedy = f"in a clone of tfcdo, pip install '.[{extra}]'"
         self.assertEqual(result.stderr, f"tfcdo: {package} is not installed: {remedy}\n")
 
-    def test_an_error_without_a_name_is_not_standard_outputs(self):
-        callback = mock.Mock(side_effect=OSError(errno.EMFILE, "Too many open files"))
-        command = click.Command("failing", callback=callback)
+    @parameterized.parameters(
+        (OSError(errno.EMFILE, "Too many open files"), 1, "tfcdo: Too many open files\n"),
+        (KeyboardInterrupt(), 130, "\ntfcdo: interrupted\n"),
+    )
+    def test_other_errors_get_one_line(self, error, status, line):
+        command = click.Command("failing", callback=mock.Mock(side_effect=error))
         with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
             result = cli_testing.run_tfcdo("failing")
-        self.assertEqual((result.status, result.errors), (1, "tfcdo: Too many open files\n"))
+        self.assertEqual((result.status, result.errors), (status, line))
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")
         self.assertIn("ModuleNotFoundError", result.stderr)
-
-    def test_an_interrupt_gets_one_line(self):
-        command = click.Command("interrupted", callback=mock.Mock(side_effect=KeyboardInterrupt))
-        with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
-            result = cli_testing.run_tfcdo("interrupted")
-        self.assertEqual((result.status, result.errors.strip()), (130, "tfcdo: interrupted"))
 
     @parameterized.parameters(
         ("--help >&-", "standard output is closed"),

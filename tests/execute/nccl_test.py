@@ -104,9 +104,7 @@ class FunctionTest(tf.test.TestCase, parameterized.TestCase):
 
         def loop() -> Any:
             arrays = [tf.TensorArray(tf.float32, steps) for _ in range(2)]
-            _, firsts, lasts = tf.while_loop(
-                lambda i, *_: i < steps, body, [0, *arrays], parallel_iterations=10
-            )
+            _, firsts, lasts = tf.while_loop(lambda i, *_: i < steps, body, [0, *arrays])
             return firsts.stack(), lasts.stack()
 
         step = function(loop)

@@ -63,9 +63,7 @@ def place(value: Any, device: str) -> Any:
 def per_replica(values: Sequence[Any], devices: Sequence[str] = ALL_DEVICES) -> Any:
     """A `PerReplica` with one value on each of the first devices."""
     own = devices[: len(values)]
-    return tf_internals.per_replica(
-        [place(value, device) for value, device in zip(values, own, strict=True)]
-    )
+    return tf_internals.per_replica([place(v, d) for v, d in zip(values, own, strict=True)])
 
 
 def distributed(strategy: Any, make: Callable[[int], Any]) -> Any:
