@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any
 
 import psutil
 
@@ -25,6 +26,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.
 _ROUNDS = 5
 _SECONDS_A_ROUND = 1.0
+# Signals that end the job, and those that are only passed on, by the launcher to all workers.
+ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +51,12 @@ def end_descendants() -> None:
         psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
 
 
+def handle(numbers: Iterable[int], handler: Callable[..., Any]) -> dict[int, Any]:
+    """Handles signals, except those that `nohup` and the like ignore; returns earlier handlers."""
+    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
 def main(end: str, command: Sequence[str]) -> int:
     """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
@@ -54,6 +64,8 @@ def main(end: str, command: Sequence[str]) -> int:
     os.set_blocking(wakeup_writer, False)
     # SIGCHLD is ignored by default, and what is ignored wakes nobody.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    # A service manager sends a SIGTERM to each process of a job. The launcher passes it on.
+    handle((*ENDING_SIGNALS, *PASSED_SIGNALS), lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_writer)
 
     guard = os.getpid()
@@ -64,8 +76,7 @@ def main(end: str, command: Sequence[str]) -> int:
         preexec_fn=lambda: _end_with_parent(guard),
     )
     sources = [sys.stdin.fileno(), wakeups]
-    # How it ended, once it has; it is left to be reaped.
-    while not (result := os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+    while not (result := _end_of(worker.pid)):
         for source in select.select(sources, [], [])[0]:
             received = os.read(source, 4096)
             if source == wakeups:
@@ -82,6 +93,15 @@ def main(end: str, command: Sequence[str]) -> int:
         os.write(writer, f"{status} {time.monotonic()}\n".encode())
     end_descendants()
     return status
+
+
+def _end_of(worker: int) -> Any:
+    """Returns how the worker ended, once it has, and leaves it to be reaped; reaps orphans."""
+    while result := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
+        if result.si_pid == worker:
+            break
+        os.waitpid(result.si_pid, 0)
+    return result
 
 
 def _end_with_parent(parent: int) -> None:
