@@ -166,9 +166,11 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
             expected = [shuffle(index, seed, 9) for index in tf.range(10, dtype=tf.int64)]
             self.assertAllEqual(order, expected)
         self.assertLen(np.unique(epochs, axis=0), 4)
-        known: Any = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
-        known.first.assign(7)
+        other = tfcdo.keras.resumable_dataset(np.arange(20), batch_size=8, shuffle=False)
+        iterator = mock.Mock(data_adapter=mock.Mock(_dataset=tf.data.Dataset.zip((other, data))))
+        data_order.begin_at(data_order.orders_of(iterator), 7)
         self.assertAllEqual(next(iter(data)), examples[7:11])
+        self.assertAllEqual(next(iter(other))[0], 14)
 
     def test_random_access_and_no_shuffle(self):
         class Squares:
@@ -207,7 +209,11 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
         arrays = np.zeros([4, 4]), np.zeros([4, 1])
+        tf.random.set_seed(None)
         dataset = tf.data.Dataset.from_tensor_slices(arrays)
+        parts = dataset.batch(4).interleave(
+            lambda *one: tf.data.Dataset.from_tensors(one).shuffle(2)
+        )
 
         class Batches(keras.utils.PyDataset):
             def __len__(self) -> int:
@@ -223,6 +229,8 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         for data, shuffle, reason in (
             (arrays, True, r"fit\(shuffle=True\) draws another order"),
             ([dataset.shuffle(4).batch(2)], True, "reshuffle_each_iteration=True"),
+            ([parts], True, "reshuffle_each_iteration=True"),
+            ([dataset.shuffle(4, reshuffle_each_iteration=False).batch(2)], True, "without a seed"),
             ([dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)], True, None),
             ([Batches()], True, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
             ([Reordered()], False, "its on_epoch_begin or on_epoch_end.* may reorder the batches"),

@@ -309,7 +309,7 @@ def _gpus(each: int | None, workers: int) -> list[str]:
     else:
         # As for CUDA, the first entry that is not a GPU, such as Slurm's NoDevFiles, ends the list.
         is_gpu = re.compile(r"\d+|(GPU|MIG)-.+").fullmatch
-        names = [*itertools.takewhile(is_gpu, (part.strip() for part in given.split(",")))]
+        names = [*itertools.takewhile(is_gpu, map(str.strip, given.split(",")))]
     if each is None:
         if not names or any(os.environ.get(name) for name in _BOUND_BY_SLURM):
             return []

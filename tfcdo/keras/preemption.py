@@ -101,7 +101,7 @@ class Preemption:
             return
         start = time.monotonic()
         # An error of TensorFlow, which ends this host, says that the chief is gone.
-        while not protocol.may_end([store.get(key, _POLL) is not None]):
+        while not store.get(key, _POLL):
             if time.monotonic() - start > self._session.timeout:
                 raise protocol.LateHostError(
                     f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "

@@ -76,7 +76,11 @@ def main(end: str, command: Sequence[str]) -> int:
         preexec_fn=lambda: _end_with_parent(guard),
     )
     sources = [sys.stdin.fileno(), wakeups]
-    while not (result := _end_of(worker.pid)):
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # It is left to be reaped.
+    while not (result := os.waitid(os.P_ALL, 0, ended)) or result.si_pid != worker.pid:
+        if result:
+            os.waitpid(result.si_pid, 0)  # An orphan.
+            continue
         for source in select.select(sources, [], [])[0]:
             received = os.read(source, 4096)
             if source == wakeups:
@@ -93,15 +97,6 @@ def main(end: str, command: Sequence[str]) -> int:
         os.write(writer, f"{status} {time.monotonic()}\n".encode())
     end_descendants()
     return status
-
-
-def _end_of(worker: int) -> Any:
-    """Returns how the worker ended, once it has, and leaves it to be reaped; reaps orphans."""
-    while result := os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT):
-        if result.si_pid == worker:
-            break
-        os.waitpid(result.si_pid, 0)
-    return result
 
 
 def _end_with_parent(parent: int) -> None:
