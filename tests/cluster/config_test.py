@@ -60,6 +60,7 @@ class TfConfigTest(parameterized.TestCase):
         self.assertEqual([None] * 3, [self.read(text) for text in ("", " ", "{}")])
         cluster = self.read(json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}}))
         self.assertEqual(1, cluster and cluster.index)
+        self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))
 
     @parameterized.parameters(
         ("{'cluster': 1}", "TF_CONFIG must be JSON with 'cluster' .* got .*malformed"),
@@ -73,9 +74,6 @@ class TfConfigTest(parameterized.TestCase):
     )
     def test_mistakes(self, text, message):
         self.assertRaisesRegex(ValueError, message, self.read, text)
-
-    def test_an_address_in_brackets(self):
-        self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))
 
     @parameterized.parameters("a", "a:", ":1", "a:0", "a:65536", "a:b", "a:1/x", "u@a:1", 5, None)
     def test_no_address(self, address):
@@ -91,9 +89,8 @@ class DifferenceTest(absltest.TestCase):
             "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 1 more",
             protocol.differences(left, "x", right, "y"),
         )
-        self.assertEqual(
-            "e: nothing on x, 6 on y", protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
-        )
+        told = protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
+        self.assertEqual("e: nothing on x, 6 on y", told)
 
 
 if __name__ == "__main__":

@@ -221,8 +221,7 @@ class ExactTest(BackupTestCase):
             with strategy_of(replicas).scope():
                 model = make()
             options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
-            first, second = _data(), _data()
-            data = tf.data.Dataset.zip((first.map(lambda x, y: x), second.map(lambda x, y: y)))
+            data = tf.data.Dataset.zip(tuple(_data().map(lambda *xy, at=i: xy[at]) for i in (0, 1)))
             history = model.fit(data, **options).history
             [optimizer] = tf.nest.flatten(getattr(model, "second", model.optimizer))
             values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
@@ -327,9 +326,15 @@ class ExactTest(BackupTestCase):
         """Callbacks have changed the model again by then."""
         options: Any = {"exact": False, "rate": 0.1}
         self.interrupted(8, _Slower(), self.backup(save_freq=1), **options)
-        end = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: signal.raise_signal(signal.SIGTERM)
-        )
+
+        def end_two(epoch: int, logs: Any) -> None:
+            if not (reader := os.fork()):  # As a PyDataset with processes does.
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            self.assertEqual(os.waitpid(reader, 0)[1], signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+        end = keras.callbacks.LambdaCallback(on_epoch_begin=end_two)
         self.addCleanup(preemption._signalled.clear)
         with self.assertRaises(SystemExit):
             _Training(_Slower(), end, self.backup(), **options)

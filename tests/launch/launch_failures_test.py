@@ -133,9 +133,8 @@ _MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task i
 
 
 class NothingLeftTest(LaunchTestCase):
-    def start_family(self, *arguments: str, then: str, **more: str) -> subprocess.Popen[str]:
-        options = {"script": _FAMILY + then, **more}
-        process = self.start("--workers", "2", *arguments, "train.py", **options)
+    def start_family(self, *given: str, then: str, **more: str) -> subprocess.Popen[str]:
+        process = self.start("--workers", "2", *given, "train.py", script=_FAMILY + then, **more)
         for name in _MEMBERS:
             self.read_pid(name)
         return process
@@ -160,13 +159,12 @@ class NothingLeftTest(LaunchTestCase):
             before="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
             then=f"""
 import psutil
-got = []
-subprocess.run("true &", shell=True)
+got, _ = [], subprocess.run("true &", shell=True)
 signal.signal(signal.SIGHUP, lambda *_: got.append(1))
 signal.signal(signal.SIGUSR1, lambda *_: mark(f"told{{task}}"))
 mark(f"ready{{task}}")
 while not got: time.sleep(0.02)
-near = {{one.status() for one in psutil.Process().parent().children()}}
+near = {{one.status() for one in psutil.Process().parent().children(recursive=True)}}
 print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]), *near & {{"zombie"}})
 """,
         )

@@ -128,7 +128,7 @@ class BackupAndRestore(Callback):
         self._logs: dict[str, float] = {}  # The last batch's.
         if restored is not None:
             self._restore(*restored)
-        elif others := self._folder.backups_of_others():
+        elif others := sorted(path.name for path in self.backup_dir.glob("*.weights.h5")):
             log.warn_once(
                 f"training starts at the beginning: backup_dir {str(self.backup_dir)!r} has "
                 f"backups of another class, which cannot be read: {', '.join(others[:3])}; load "

@@ -1,8 +1,9 @@
 """A process between the launcher and one worker, which leaves nothing behind: a script.
 
-Each byte of its input is a signal for the worker's process group. At the end of the input, also
-when the launcher is killed, it kills the worker. When the worker has ended, it first writes how and
-when to a named pipe, and then ends all that the worker has started.
+Each byte of its input is a signal for the worker alone, which needs its readers of data to make a
+backup. At the end of the input, also when the launcher is killed, it kills the worker. When the
+worker has ended, it first writes how and when to a named pipe, and then ends all that the worker
+has started.
 """
 
 from __future__ import annotations
@@ -89,8 +90,7 @@ def main(end: str, command: Sequence[str]) -> int:
                 sources.remove(source)
             for number in received or [signal.SIGKILL]:
                 # Not reaped yet, so its number is still its own.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, number)
+                os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
     with contextlib.suppress(OSError):  # The launcher is gone.
         writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)

@@ -189,7 +189,7 @@ class Process:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group; SIGKILL ends all that it has started."""
+        """Sends a signal to the worker; SIGKILL ends all that it has started."""
         assert self._guard.stdin
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(bytes([number]))
