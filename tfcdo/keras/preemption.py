@@ -100,7 +100,7 @@ class Preemption:
             return
         start = time.monotonic()
         # An error of TensorFlow, which ends this host, says that the chief is gone.
-        while not store.get(key, _POLL):
+        while store.get(key, _POLL) is None:
             if time.monotonic() - start > self._session.timeout:
                 raise protocol.LateHostError(
                     f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "

@@ -317,8 +317,7 @@ def _metric_slots(model: keras.Model) -> list[_StateEntry]:
 
 def _slot(variable: keras.Variable, is_state: bool, path: str = "") -> _StateEntry:
     value = variable.value
-    # Counted by process, not by model.
-    name = re.sub(r"_\d+(?=[/_]|$)", "", path or variable.path)
+    name = re.sub(r"_\d+(?=[/_]|$)", "", path or variable.path)  # Counted by process.
     if not isinstance(value, tf_internals.DistributedValues):
         return _StateEntry(name, _SAME, (value,))
     combine = _SAME

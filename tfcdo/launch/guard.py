@@ -1,9 +1,8 @@
 """A process between the launcher and one worker, which leaves nothing behind: a script.
 
-Each byte of its input is a signal for the worker alone, which needs its readers of data to make a
-backup. At the end of the input, also when the launcher is killed, it kills the worker. When the
-worker has ended, it first writes how and when to a named pipe, and then ends all that the worker
-has started.
+Each byte of its input is a signal for the worker, which needs its children until it has a backup.
+At the end of the input, also when the launcher is killed, it kills the worker. When the worker has
+ended, it first writes how and when to a named pipe, and then ends all that the worker has started.
 """
 
 from __future__ import annotations
