@@ -136,11 +136,10 @@ class BackupAndRestore(Callback):
             )
         # Only one host may see the backup that was restored.
         self._saved_position = None if restored else self._progress.position
-        # The mark of an earlier run is read before this one overwrites it.
         if self._mark is not None:
             self._mark.close()
         self._mark = backup_folder.ProgressMark(self.backup_dir) if self._is_chief else None
-        self._earlier = self._mark.read() if self._mark else None
+        self._earlier = self._mark.read() if self._mark else None  # Before it is overwritten.
         self._resumed_at = self._progress if restored is not None else None
         self._orders = self._begin_data()
         if restored and self._is_chief:

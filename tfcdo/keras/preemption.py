@@ -100,7 +100,7 @@ class Preemption:
             return
         start = time.monotonic()
         # An error of TensorFlow, which ends this host, says that the chief is gone.
-        while store.get(key, _POLL) is None:
+        while not protocol.may_end([store.get(key, _POLL) is not None]):
             if time.monotonic() - start > self._session.timeout:
                 raise protocol.LateHostError(
                     f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "
@@ -175,10 +175,9 @@ def _handle(number: int, frame: Any) -> None:
     signal.raise_signal(number)
 
 
-# SIGTERM ends a process that is forked while a `fit` runs, such as a reader of its data.
-os.register_at_fork(
-    after_in_child=lambda: (
-        signal.getsignal(signal.SIGTERM) is _handle
-        and signal.signal(signal.SIGTERM, signal.SIG_DFL)
-    )
-)
+def _forget() -> None:  # Else a process that is forked to read data does not end at SIGTERM.
+    if signal.getsignal(signal.SIGTERM) is _handle:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)

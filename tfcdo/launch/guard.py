@@ -15,7 +15,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import psutil
@@ -26,9 +26,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.
 _ROUNDS = 5
 _SECONDS_A_ROUND = 1.0
-# Signals that end the job, and those that are only passed on, by the launcher to all workers.
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
+# Signals that the launcher only passes on to all workers, and with those that end the job.
 PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_SIGNALS)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -51,9 +51,9 @@ def end_descendants() -> None:
         psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
 
 
-def handle(numbers: Iterable[int], handler: Callable[..., Any]) -> dict[int, Any]:
+def handle(handler: Callable[..., Any]) -> dict[int, Any]:
     """Handles signals, except those that `nohup` and the like ignore; returns earlier handlers."""
-    heard = [number for number in numbers if signal.getsignal(number) != signal.SIG_IGN]
+    heard = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
     return {number: signal.signal(number, handler) for number in heard}
 
 
@@ -65,7 +65,7 @@ def main(end: str, command: Sequence[str]) -> int:
     # SIGCHLD is ignored by default, and what is ignored wakes nobody.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
     # A service manager sends a SIGTERM to each process of a job. The launcher passes it on.
-    handle((*ENDING_SIGNALS, *PASSED_SIGNALS), lambda number, frame: None)
+    handle(lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_writer)
 
     guard = os.getpid()

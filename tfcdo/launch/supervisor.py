@@ -257,10 +257,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 @contextlib.contextmanager
 def handled_signals(events: Events) -> Iterator[None]:
     """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
-    before = guard.handle(
-        (*guard.ENDING_SIGNALS, *guard.PASSED_SIGNALS),
-        lambda number, frame: events.put(signal.Signals(number)),
-    )
+    before = guard.handle(lambda number, frame: events.put(signal.Signals(number)))
     try:
         yield
     finally:
