@@ -5,6 +5,7 @@ from __future__ import annotations
 import numbers
 import os
 import pathlib
+import re
 from collections.abc import Iterable
 from typing import Any
 
@@ -48,6 +49,8 @@ def check_path(name: str, value: Any, *suffixes: str) -> pathlib.Path:
     if not os.fspath(value):
         raise ValueError(f"{name} must be a path; got ''")
     path = pathlib.Path(value)
+    if re.match(r"\w\w+:/", str(path)):  # Else a folder of this name is made here.
+        raise ValueError(f"{name} must be in a mounted file system; got {os.fspath(value)!r}")
     if suffixes and path.suffix not in suffixes:
         raise ValueError(f"{name} must end in {' or '.join(suffixes)}; got {os.fspath(value)!r}")
     return path

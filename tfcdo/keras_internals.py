@@ -318,7 +318,7 @@ def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
 
 _running_fits = 0
 _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
-_resumed: weakref.WeakSet[Any] = weakref.WeakSet()
+_at_end: weakref.WeakKeyDictionary[Any, list[Callable[[], Any]]] = weakref.WeakKeyDictionary()
 
 
 def method_of_step(function: Any) -> str | None:
@@ -345,9 +345,8 @@ def fitting(model: Any) -> Iterator[None]:
         yield
     finally:
         _running_fits -= 1
-        if model in _resumed:  # What Keras's own callback sets stays, as without tfcdo.
-            _resumed.discard(model)
-            model._initial_epoch = None
+        for function in _at_end.pop(model, ()):
+            function()
         model.train_function = getattr(model.train_function, "stands_for", model.train_function)
 
 
@@ -442,10 +441,16 @@ def count_batches(iterator: Any, batches: int) -> None:
     iterator._steps_seen += batches
 
 
+def at_end_of_fit(model: Any, function: Callable[[], Any]) -> None:
+    """Calls a function at the end of a model's running `fit`, also after an error."""
+    if is_fitting():
+        _at_end.setdefault(model, []).append(function)
+
+
 def set_initial_epoch(model: Any, epoch: int) -> None:
     """Sets the epoch that a model's running `fit` begins with, in place of its argument's."""
     model._initial_epoch = epoch
-    _resumed.add(model)
+    at_end_of_fit(model, lambda: setattr(model, "_initial_epoch", None))
 
 
 @contextlib.contextmanager

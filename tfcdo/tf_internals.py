@@ -228,8 +228,9 @@ def batch_size_of(dataset: tf.data.Dataset) -> int | None:
 
 
 def is_reshuffled(dataset: tf.data.Dataset) -> bool:
-    """Returns whether a dataset draws another order each time."""
-    return getattr(dataset, "_reshuffle_each_iteration", False) is not False
+    """Returns whether a dataset draws another order each time, or datasets in its functions."""
+    own = getattr(dataset, "_reshuffle_each_iteration", False) is not False
+    return own or any(node.attr["reshuffle_each_iteration"].b for node in nodes_of(dataset))
 
 
 def nodes_of(dataset: tf.data.Dataset) -> list[Any]:

@@ -46,6 +46,7 @@ class FromSpecTest(parameterized.TestCase):
         ({"chief": ["a:1", "b:1"]}, "chief", 0, "at most one chief"),
         ({"worker": ["a:1", "a:1"]}, "worker", 0, "a:1 is duplicated"),
         ({"worker": ["a:1", "a"]}, "worker", 0, "'host:port' with a port .*; got 'a'"),
+        ({"worker": ["a:1?x"]}, "worker", 0, "'host:port' with a port .*; got 'a:1.x'"),
     )
     def test_mistakes(self, spec, job, index, message):
         self.assertRaisesRegex(ValueError, message, config.from_spec, spec, job, index)
@@ -60,6 +61,7 @@ class TfConfigTest(parameterized.TestCase):
         self.assertEqual([None] * 3, [self.read(text) for text in ("", " ", "{}")])
         cluster = self.read(json.dumps({"cluster": TWO, "task": {"type": "worker", "index": "1"}}))
         self.assertEqual(1, cluster and cluster.index)
+        self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))
 
     @parameterized.parameters(
         ("{'cluster': 1}", "TF_CONFIG must be JSON with 'cluster' .* got .*malformed"),
@@ -74,9 +76,6 @@ class TfConfigTest(parameterized.TestCase):
     def test_mistakes(self, text, message):
         self.assertRaisesRegex(ValueError, message, self.read, text)
 
-    def test_an_address_in_brackets(self):
-        self.assertEqual(("::1", 2222), config.split_address("[::1]:2222"))
-
     @parameterized.parameters("a", "a:", ":1", "a:0", "a:65536", "a:b", "a:1/x", "u@a:1", 5, None)
     def test_no_address(self, address):
         with self.assertRaisesRegex(ValueError, "an address in a cluster must be 'host:port'"):
@@ -87,13 +86,11 @@ class DifferenceTest(absltest.TestCase):
     def test_names_the_first_differences(self):
         left = {"a": 1, "b": [1, 2], "c": [1], "d": 5, "same": 0, "only one": 7}
         right = {"a": 2, "b": [1, 3], "c": [], "d": 6, "same": 0, "only another": 8}
-        self.assertEqual(
-            "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y; and 1 more",
-            protocol.differences(left, "x", right, "y"),
-        )
-        self.assertEqual(
-            "e: nothing on x, 6 on y", protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
-        )
+        told = protocol.differences(left, "x", right, "y")
+        first = "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y"
+        self.assertEqual(f"{first}; and 1 more", told)
+        told = protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
+        self.assertEqual("e: nothing on x, 6 on y", told)
 
 
 if __name__ == "__main__":

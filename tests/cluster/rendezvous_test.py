@@ -78,9 +78,8 @@ class RendezvousTest(parameterized.TestCase):
     def test_a_port_in_use(self):
         with socket.create_server(("", self.ports[0])):
             ends = meet_all(self.addresses[:2], {0: {}}, timeout=2.0)
-        self.assertRegex(
-            ends[0], f"port {self.ports[0]} of host 0 .* cannot be used on this machine: .*in use"
-        )
+        told = f"port {self.ports[0]} of host 0 .* cannot be used on this machine: .*in use"
+        self.assertRegex(ends[0], told)
 
     def test_something_else_at_the_chiefs_address(self):
         def talk() -> None:

@@ -42,7 +42,8 @@ class LaunchTestCase(parameterized.TestCase):
     ) -> subprocess.Popen[str]:
         """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
         self.script.write_text(PREAMBLE + textwrap.dedent(script))
-        program = f"{before}; from tfcdo.cli import main; main.main()"
+        heard = "from signal import *; signal(SIGINT, SIG_DFL); signal(SIGHUP, SIG_DFL)"
+        program = f"{heard}; {before}; from tfcdo.cli import main; main.main()"
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with changed_variables(**variables):
             process = subprocess.Popen(

@@ -166,9 +166,11 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
             expected = [shuffle(index, seed, 9) for index in tf.range(10, dtype=tf.int64)]
             self.assertAllEqual(order, expected)
         self.assertLen(np.unique(epochs, axis=0), 4)
-        known: Any = data_order.order_of(mock.Mock(data_adapter=mock.Mock(_dataset=data)))
-        known.first.assign(7)
+        other = tfcdo.keras.resumable_dataset(np.arange(20), batch_size=8, shuffle=False)
+        iterator = mock.Mock(data_adapter=mock.Mock(_dataset=tf.data.Dataset.zip((other, data))))
+        data_order.begin_at(data_order.orders_of(iterator), 7)
         self.assertAllEqual(next(iter(data)), examples[7:11])
+        self.assertAllEqual(next(iter(other))[0], 14)
 
     def test_random_access_and_no_shuffle(self):
         class Squares:
@@ -180,10 +182,8 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
 
         data = tfcdo.keras.resumable_dataset(Squares(), 2, shuffle=False)
         batches = [tf.nest.map_structure(lambda x: x.numpy().tolist(), b) for b in data.take(2)]
-        self.assertEqual(
-            batches,
-            [{"x": [0.0, 1.0], "y": [[0, 0], [1, 1]]}, {"x": [2.0, 0.0], "y": [[4, 4], [0, 0]]}],
-        )
+        first = {"x": [0.0, 1.0], "y": [[0, 0], [1, 1]]}
+        self.assertEqual(batches, [first, {"x": [2.0, 0.0], "y": [[4, 4], [0, 0]]}])
 
     @parameterized.parameters(
         ((np.zeros(2), np.zeros(3)), 1, ValueError, r"arrays of the same length; got \[2, 3\]"),
@@ -207,7 +207,9 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_data_that_cannot_be_resumed_is_named_at_the_start(self):
         arrays = np.zeros([4, 4]), np.zeros([4, 1])
+        tf.random.set_seed(None)
         dataset = tf.data.Dataset.from_tensor_slices(arrays)
+        parts = dataset.batch(4).interleave(lambda *x: tf.data.Dataset.from_tensors(x).shuffle(2))
 
         class Batches(keras.utils.PyDataset):
             def __len__(self) -> int:
@@ -223,6 +225,8 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
         for data, shuffle, reason in (
             (arrays, True, r"fit\(shuffle=True\) draws another order"),
             ([dataset.shuffle(4).batch(2)], True, "reshuffle_each_iteration=True"),
+            ([parts], True, "reshuffle_each_iteration=True"),
+            ([dataset.shuffle(4, reshuffle_each_iteration=False).batch(2)], True, "without a seed"),
             ([dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)], True, None),
             ([Batches()], True, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
             ([Reordered()], False, "its on_epoch_begin or on_epoch_end.* may reorder the batches"),

@@ -73,13 +73,9 @@ def _train(strategy: Any, path: pathlib.Path, *callbacks: Any) -> list[int]:
         model.compile(adam, "mse", metrics=["mae"], run_eagerly=True)
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
-    history = model.fit(
-        tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1),
-        steps_per_epoch=_STEPS,
-        epochs=_EPOCHS,
-        verbose=0,
-        callbacks=list(callbacks),
-    )
+    data = tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1)
+    options: Any = {"steps_per_epoch": _STEPS, "epochs": _EPOCHS, "verbose": 0}
+    history = model.fit(data, callbacks=list(callbacks), **options)
     variables = [*model.variables, *model.optimizer.variables]
     values = [part.numpy() for variable in variables for part in variable.value.values]
     np.savez(path, *values, loss=history.history["loss"][-1])

@@ -221,10 +221,11 @@ class ExactTest(BackupTestCase):
             with strategy_of(replicas).scope():
                 model = make()
             options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
-            history = model.fit(_data(), **options).history
+            data = tf.data.Dataset.zip(tuple(_data().map(lambda *xy, at=i: xy[at]) for i in (0, 1)))
+            history = model.fit(data, **options).history
             [optimizer] = tf.nest.flatten(getattr(model, "second", model.optimizer))
             values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
-            return values, history
+            return values, history, next(iter(data))[1].numpy().tobytes()
 
         self.assert_ends(fit, self.backup(save_freq=1), _ending("on_train_batch_end", last))
         self.assertEqual(fit(), fit(self.backup()))
@@ -252,14 +253,14 @@ class ExactTest(BackupTestCase):
         Or after a fourth one without a batch, if it does not know the length.
         """
 
-        def fit(*callbacks: Any) -> Any:
+        def fit(*callbacks: Any, steps: int = 2, epochs: int = 5) -> Any:
             model = _model()
             data = _data("finite").take(4).concatenate(_data("finite").take(2))
             if length == "endless":
                 data = data.repeat()
             if length == "unknown":
                 data = data.filter(lambda *batch: True)
-            options: Any = {"steps_per_epoch": 2, "epochs": 5, "verbose": 0}
+            options: Any = {"steps_per_epoch": steps, "epochs": epochs, "verbose": 0}
             history = model.fit(data, callbacks=[*callbacks], **options).history
             return model.get_weights()[0].tobytes(), history["loss"][-1:]
 
@@ -267,6 +268,9 @@ class ExactTest(BackupTestCase):
         for after, save_freq in ends:
             self.assert_ends(fit, self.backup(save_freq=save_freq), _End(after))
             self.assertEqual(expected, fit(self.backup()))
+        if length == "endless":  # The first epoch ends before the position of the backup.
+            self.assert_ends(fit, self.backup(save_freq=1), _End(3), steps=4)
+            self.assertEqual(fit(steps=5, epochs=1)[0], fit(self.backup(), steps=2, epochs=2)[0])
 
     def test_an_epoch_without_a_batch(self):
         """Keras reports metrics of nothing for it, by the names in the last batch's logs."""
@@ -322,9 +326,15 @@ class ExactTest(BackupTestCase):
         """Callbacks have changed the model again by then."""
         options: Any = {"exact": False, "rate": 0.1}
         self.interrupted(8, _Slower(), self.backup(save_freq=1), **options)
-        end = keras.callbacks.LambdaCallback(
-            on_epoch_begin=lambda epoch, logs: signal.raise_signal(signal.SIGTERM)
-        )
+
+        def end_two(epoch: int, logs: Any) -> None:
+            if not (reader := os.fork()):  # As a PyDataset with processes does.
+                signal.raise_signal(signal.SIGTERM)
+                os._exit(0)
+            self.assertEqual(os.waitpid(reader, 0)[1], signal.SIGTERM)
+            signal.raise_signal(signal.SIGTERM)
+
+        end = keras.callbacks.LambdaCallback(on_epoch_begin=end_two)
         self.addCleanup(preemption._signalled.clear)
         with self.assertRaises(SystemExit):
             _Training(_Slower(), end, self.backup(), **options)
@@ -470,6 +480,7 @@ class BadInputTest(BackupTestCase):
         same = self.backup(save_freq=1)
         for one in _End(7), _End(8) if when == "after that" else early:
             self.assert_ends(fit, same, one)
+        self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
         self.assertEqual(fit(), ([0, 1], 10))
         shutil.rmtree(self.folder)
         self.assertEqual(fit(same), ([0, 1], 10))
@@ -487,6 +498,7 @@ class BadInputTest(BackupTestCase):
         ({"backup_dir": ""}, ValueError, "backup_dir must be a path; got ''"),
         ({"save_freq": "batch"}, ValueError, 'save_freq must be "epoch" or a number; got'),
         ({"save_freq": 0}, ValueError, "save_freq must be at least 1"),
+        ({"backup_dir": "gs://x/y"}, ValueError, "in a mounted file system; got 'gs://x/y'"),
         ({"backup_dir": None}, TypeError, "backup_dir must be a path; got None"),
         ({"delete_checkpoint": "no"}, TypeError, "delete_checkpoint must be True or False; got"),
     )

@@ -133,8 +133,8 @@ _MEMBERS = [f"{kind}{task}" for kind in ("worker", "child", "orphan") for task i
 
 
 class NothingLeftTest(LaunchTestCase):
-    def start_family(self, *arguments: str, then: str) -> subprocess.Popen[str]:
-        process = self.start("--workers", "2", *arguments, "train.py", script=_FAMILY + then)
+    def start_family(self, *given: str, then: str, **more: str) -> subprocess.Popen[str]:
+        process = self.start("--workers", "2", *given, "train.py", script=_FAMILY + then, **more)
         for name in _MEMBERS:
             self.read_pid(name)
         return process
@@ -156,15 +156,20 @@ class NothingLeftTest(LaunchTestCase):
     def test_signals_reach_the_workers_and_end_the_job(self):
         process = self.start_family(
             *("--max-restarts", "2"),
+            before="import signal; signal.signal(signal.SIGINT, signal.SIG_IGN)",
             then=f"""
-got = []
+import psutil
+got, _ = [], subprocess.run("true &", shell=True)
 signal.signal(signal.SIGHUP, lambda *_: got.append(1))
 signal.signal(signal.SIGUSR1, lambda *_: mark(f"told{{task}}"))
 mark(f"ready{{task}}")
 while not got: time.sleep(0.02)
-print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
+near = {{one.status() for one in psutil.Process().parent().children(recursive=True)}}
+print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]), *near & {{"zombie"}})
 """,
         )
+        self.send_after("ready", process, signal.SIGINT)  # Is ignored, as by `nohup`.
+        psutil.Process(self.read_pid("worker0")).parent().terminate()  # type: ignore[union-attr]
         self.send_after("ready", process, signal.SIGUSR1)  # Is only passed on.
         self.send_after("told", process, signal.SIGHUP)
         output = "worker 0 | tidied up False\nworker 1 | tidied up False"

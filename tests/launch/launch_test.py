@@ -93,6 +93,8 @@ class WorkersTest(LaunchTestCase):
         ("0,1", 1, None, [None]),
         ("", 2, None, [None] * 2),
         ("-1", 2, None, [None] * 2),
+        ("NoDevFiles", 2, None, [None] * 2),
+        ("0,MIG-b,-1,2,3", 2, None, ["0", "MIG-b"]),
     )
     def test_no_two_workers_get_one_gpu(self, visible, workers, each, expected):
         given = () if each is None else ("--gpus-per-worker", str(each))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import itertools
 import os
 import pathlib
 import re
@@ -306,7 +307,9 @@ def _gpus(each: int | None, workers: int) -> list[str]:
 
         names = [str(number) for number in range(len(detection.gpus_of_nvidia_smi()))]
     else:
-        names = [name for part in given.split(",") if (name := part.strip()) and name != "-1"]
+        # As for CUDA, the first entry that is not a GPU, such as Slurm's NoDevFiles, ends the list.
+        is_gpu = re.compile(r"\d+|(GPU|MIG)-.+").fullmatch
+        names = [*itertools.takewhile(is_gpu, map(str.strip, given.split(",")))]
     if each is None:
         if not names or any(os.environ.get(name) for name in _BOUND_BY_SLURM):
             return []

@@ -157,18 +157,13 @@ def _read_tf_config() -> _TfConfig:
 
 def split_address(address: Any) -> tuple[str, int]:
     """Returns the host and port of `host:port`, where an IPv6 address stands in brackets."""
-    try:
-        if not isinstance(address, str):
-            raise ValueError
+    with contextlib.suppress(ValueError):
         parts = urllib.parse.urlsplit(f"//{address}")
-        if not parts.hostname or not parts.port or parts.path or parts.username:
-            raise ValueError
-        return parts.hostname, parts.port
-    except ValueError:
-        raise ValueError(
-            f"an address in a cluster must be 'host:port' with a port from 1 to 65535; "
-            f"got {address!r}"
-        ) from None
+        if parts.hostname and parts.port and not (parts.username or any(parts[2:])):
+            return parts.hostname, parts.port
+    raise ValueError(
+        f"an address in a cluster must be 'host:port' with a port from 1 to 65535; got {address!r}"
+    )
 
 
 def tf_config(addresses: Sequence[str], index: int) -> str:

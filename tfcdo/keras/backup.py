@@ -128,7 +128,7 @@ class BackupAndRestore(Callback):
         self._logs: dict[str, float] = {}  # The last batch's.
         if restored is not None:
             self._restore(*restored)
-        elif others := self._folder.backups_of_others():
+        elif others := sorted(path.name for path in self.backup_dir.glob("*.weights.h5")):
             log.warn_once(
                 f"training starts at the beginning: backup_dir {str(self.backup_dir)!r} has "
                 f"backups of another class, which cannot be read: {', '.join(others[:3])}; load "
@@ -136,18 +136,27 @@ class BackupAndRestore(Callback):
             )
         # Only one host may see the backup that was restored.
         self._saved_position = None if restored else self._progress.position
-        self._begin_marks()
-        self._order = self._begin_data()
+        if self._mark is not None:
+            self._mark.close()
+        self._mark = backup_folder.ProgressMark(self.backup_dir) if self._is_chief else None
+        self._earlier = self._mark.read() if self._mark else None  # Before it is overwritten.
+        self._resumed_at = self._progress if restored is not None else None
+        self._orders = self._begin_data()
         if restored and self._is_chief:
             self._folder.remove_after(self._progress.position)
         self._calls, self._is_due = 0, False
         self._preemption = preemption.Preemption()
         self._preemption.start()
+        keras_internals.at_end_of_fit(self.model, self._preemption.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
         if self._restored is not None:
-            self._skip_batches()
+            progress, steps = self._progress, (self.params or {}).get("steps")
+            iterator = None if self._orders else self._iterator  # Else it begins there itself.
+            data_order.SkipBatches(
+                self.model, progress.batch, steps, self._logs, iterator, progress.before
+            )
             if self._progress.batch:
                 training_state.restore_metrics(self.model, *self._restored)
                 return
@@ -184,7 +193,7 @@ class BackupAndRestore(Callback):
             self._progress,
             batch=self._progress.batch + new,
             batches=self._progress.batches + new,
-            examples=self._progress.examples + new * (self._order.batch_size if self._order else 0),
+            examples=self._progress.examples + new * sum(o.batch_size for o in self._orders[:1]),
         )
         batches, every = self._progress.batches, self.save_freq
         # It reaches or passes a multiple: with `steps_per_execution` several batches are new.
@@ -194,6 +203,7 @@ class BackupAndRestore(Callback):
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
+        self._restore_again()  # An epoch with fewer steps now has not come to the backup's.
         before = keras_internals.batches_given(self._iterator) if self._iterator else 0
         self._progress = dataclasses.replace(
             self._progress, epoch=epoch + 1, batch=0, before=before, began=False
@@ -250,25 +260,17 @@ class BackupAndRestore(Callback):
         )
         raise SystemExit(protocol.RESTART_STATUS)
 
-    def _begin_marks(self) -> None:
-        """Reads the mark of an earlier run, before this one overwrites it."""
-        if self._mark is not None:
-            self._mark.close()
-        self._mark = backup_folder.ProgressMark(self.backup_dir) if self._is_chief else None
-        self._earlier = self._mark.read() if self._mark else None
-        self._resumed_at = self._progress if self._restored is not None else None
-
     def _note_progress(self) -> None:
         """Marks a batch as done; after the first one, the chief reports that training resumed."""
+        resumed_at, self._resumed_at = self._resumed_at, None
+        if resumed_at is not None:  # Other iterators, as of `evaluate`, begin as without a fault.
+            data_order.begin_at(self._orders, 0)
         if self._mark is None:
             return
         self._mark.write(self._progress.batches)
-        if self._resumed_at is not None:
+        if resumed_at is not None:
             # A warning, because others are not shown unless the program asks for them.
-            logging.warning(
-                "tfcdo: %s", _resumption(self._resumed_at, self._earlier, self._mark.read())
-            )
-            self._resumed_at = None
+            logging.warning("tfcdo: %s", _resumption(resumed_at, self._earlier, self._mark.read()))
 
     def _newest_of_all_hosts(self) -> tuple[backup_folder.Header, Any] | None:
         """Returns the newest complete backup that any host finds."""
@@ -306,12 +308,12 @@ class BackupAndRestore(Callback):
         if restored is not None:
             training_state.restore(self.model, *restored)
 
-    def _begin_data(self) -> data_order.Order | None:
+    def _begin_data(self) -> list[data_order.Order]:
         """Starts the data of `resumable_dataset` where training resumes; names other data."""
         if self._iterator is None:
-            return None
-        order = data_order.order_of(self._iterator)
-        if order is None:
+            return []
+        orders = data_order.orders_of(self._iterator)
+        if not orders:
             reason = data_order.why_not(self._iterator)
             if reason is not None:
                 log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
@@ -320,17 +322,9 @@ class BackupAndRestore(Callback):
                 "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has "
                 "no end; got None"
             )
-        else:
-            order.first.assign(self._progress.examples)
-        return order
-
-    def _skip_batches(self) -> None:
-        progress = self._progress
-        steps = (self.params or {}).get("steps")
-        iterator = self._iterator if self._order is None else None  # Else it begins there itself.
-        data_order.SkipBatches(
-            self.model, progress.batch, steps, self._logs, iterator, progress.before
-        )
+        data_order.begin_at(orders, self._progress.examples)
+        keras_internals.at_end_of_fit(self.model, lambda: data_order.begin_at(orders, 0))
+        return orders
 
 
 def _resumption(

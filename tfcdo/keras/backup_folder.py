@@ -80,10 +80,6 @@ class BackupFolder:
             return sorted(((int(m[1]), int(m[2])) for m in found if m), reverse=True)
         return []
 
-    def backups_of_others(self) -> list[str]:
-        """Returns the names of backups that Keras's class has written, which are not read."""
-        return sorted(path.name for path in self.path.glob("*.weights.h5"))
-
     def file(self, position: Position) -> pathlib.Path:
         """Returns the path of a backup."""
         return self.path / f"epoch-{position[0]:05d}-batch-{position[1]:08d}.npz"

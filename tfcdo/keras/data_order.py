@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import keras
@@ -97,10 +97,16 @@ def resumable_dataset(
     return dataset
 
 
-def order_of(epoch_iterator: Any) -> Order | None:
-    """Returns the order of the data that a `fit` takes, if `resumable_dataset` made it."""
+def orders_of(epoch_iterator: Any) -> list[Order]:
+    """Returns the order of each `resumable_dataset` in the data that a `fit` takes."""
     orders = (getattr(dataset, _ORDER, None) for dataset in _datasets(epoch_iterator))
-    return next(filter(None, orders), None)
+    return [*filter(None, orders)]
+
+
+def begin_at(orders: Sequence[Order], examples: int) -> None:
+    """Lets iterators begin at an example of the first dataset, and there in others beside it."""
+    for order in orders:
+        order.first.assign(examples * order.batch_size // orders[0].batch_size)
 
 
 def why_not(epoch_iterator: Any) -> str | None:
@@ -119,6 +125,8 @@ def why_not(epoch_iterator: Any) -> str | None:
     for dataset in _datasets(epoch_iterator):
         if tf_internals.is_reshuffled(dataset):
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
+        elif (0, 0) in parts.seeds(dataset):
+            reason = "it is shuffled without a seed, so each process has another order"
         elif dataset.options().deterministic is False:
             reason = "its options have deterministic=False"
     return None if reason is None else f"{reason}; {_REMEDY}"

@@ -46,8 +46,7 @@ class Preemption:
                 "SIGTERM makes no backup, because fit was not called by the main thread, the only "
                 "one that handles signals; call fit there"
             )
-        # `_handle` is installed if an earlier `fit` has ended with an error.
-        elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None, _handle):
+        elif signal.getsignal(signal.SIGTERM) in (signal.SIG_DFL, None):
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL
             if os.environ.get(worker.FAILURE_FILE):
@@ -174,3 +173,11 @@ def _handle(number: int, frame: Any) -> None:
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
     signal.raise_signal(number)
+
+
+def _forget() -> None:  # Else a process that is forked to read data does not end at SIGTERM.
+    if signal.getsignal(signal.SIGTERM) is _handle:
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+
+
+os.register_at_fork(after_in_child=_forget)

@@ -300,7 +300,7 @@ def _slots(model: keras.Model, built: Iterable[str]) -> list[_StateEntry]:
     models = [variable for variable in model.variables if id(variable) not in metrics]
     slots = [
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
-        *(_of_optimizer(_slot(variable, is_state=False)) for variable in of_all),
+        *(_slot(variable, is_state=False, path=variable.name) for variable in of_all),  # Its own.
     ]
     states = updates.states_of_model(model)
     if states:
@@ -315,9 +315,9 @@ def _metric_slots(model: keras.Model) -> list[_StateEntry]:
     return [_slot(variable, is_state=True) for variable in model.metrics_variables]
 
 
-def _slot(variable: keras.Variable, is_state: bool) -> _StateEntry:
+def _slot(variable: keras.Variable, is_state: bool, path: str = "") -> _StateEntry:
     value = variable.value
-    name = re.sub(r"_\d+(?=[/_]|$)", "", variable.path)  # Counted by process, not by model.
+    name = re.sub(r"_\d+(?=[/_]|$)", "", path or variable.path)  # Counted by process.
     if not isinstance(value, tf_internals.DistributedValues):
         return _StateEntry(name, _SAME, (value,))
     combine = _SAME
@@ -333,11 +333,6 @@ def _shared_seed() -> tuple[tf.Variable, ...]:
     """Returns the replicas' states, all the same, of the generator that draws without a seed."""
     generator = keras_internals.seed_generator(None, keras_internals.state_of_thread())
     return step.components(generator.state)
-
-
-def _of_optimizer(slot: _StateEntry) -> _StateEntry:
-    """Returns an optimizer's variable by its own name."""
-    return dataclasses.replace(slot, name=slot.name.rpartition("/")[2])
 
 
 def _of_host(slot: _StateEntry) -> _StateEntry:

@@ -1,8 +1,8 @@
 """A process between the launcher and one worker, which leaves nothing behind: a script.
 
-Each byte of its input is a signal for the worker's process group. At the end of the input, also
-when the launcher is killed, it kills the worker. When the worker has ended, it first writes how and
-when to a named pipe, and then ends all that the worker has started.
+Each byte of its input is a signal for the worker, which needs its children until it has a backup.
+At the end of the input, also when the launcher is killed, it kills the worker. When the worker has
+ended, it first writes how and when to a named pipe, and then ends all that the worker has started.
 """
 
 from __future__ import annotations
@@ -15,7 +15,8 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Any
 
 import psutil
 
@@ -25,6 +26,9 @@ _PR_SET_CHILD_SUBREAPER = 36
 # A process that is not ours to kill (setuid), or that the kernel cannot end now, is left then.
 _ROUNDS = 5
 _SECONDS_A_ROUND = 1.0
+# Signals that the launcher only passes on to all workers, and with those that end the job.
+PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
+_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, *PASSED_SIGNALS)
 
 _LIBC = ctypes.CDLL(None, use_errno=True)
 
@@ -47,6 +51,12 @@ def end_descendants() -> None:
         psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
 
 
+def handle(handler: Callable[..., Any]) -> dict[int, Any]:
+    """Handles signals, except those that `nohup` and the like ignore; returns earlier handlers."""
+    heard = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
+    return {number: signal.signal(number, handler) for number in heard}
+
+
 def main(end: str, command: Sequence[str]) -> int:
     """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
@@ -54,6 +64,8 @@ def main(end: str, command: Sequence[str]) -> int:
     os.set_blocking(wakeup_writer, False)
     # SIGCHLD is ignored by default, and what is ignored wakes nobody.
     signal.signal(signal.SIGCHLD, lambda number, frame: None)
+    # A service manager sends a SIGTERM to each process of a job. The launcher passes it on.
+    handle(lambda number, frame: None)
     signal.set_wakeup_fd(wakeup_writer)
 
     guard = os.getpid()
@@ -64,8 +76,11 @@ def main(end: str, command: Sequence[str]) -> int:
         preexec_fn=lambda: _end_with_parent(guard),
     )
     sources = [sys.stdin.fileno(), wakeups]
-    # How it ended, once it has; it is left to be reaped.
-    while not (result := os.waitid(os.P_PID, worker.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT)):
+    ended = os.WEXITED | os.WNOHANG | os.WNOWAIT  # It is left to be reaped.
+    while not (result := os.waitid(os.P_ALL, 0, ended)) or result.si_pid != worker.pid:
+        if result:
+            os.waitpid(result.si_pid, 0)  # An orphan.
+            continue
         for source in select.select(sources, [], [])[0]:
             received = os.read(source, 4096)
             if source == wakeups:
@@ -74,8 +89,7 @@ def main(end: str, command: Sequence[str]) -> int:
                 sources.remove(source)
             for number in received or [signal.SIGKILL]:
                 # Not reaped yet, so its number is still its own.
-                with contextlib.suppress(ProcessLookupError):
-                    os.killpg(worker.pid, number)
+                os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
     with contextlib.suppress(OSError):  # The launcher is gone.
         writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)

@@ -20,9 +20,6 @@ from typing import IO
 from tfcdo.cluster import protocol, worker
 from tfcdo.launch import guard
 
-# Signals that end the job, and those that are only passed on.
-ENDING_SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-PASSED_SIGNALS = (signal.SIGUSR1, signal.SIGUSR2)
 # Lines without an error that TensorFlow prints before it has read TF_CPP_MIN_LOG_LEVEL.
 _EARLY_LINE = re.compile(
     rb"WARNING: All log messages before absl::InitializeLog\(\) "
@@ -132,7 +129,7 @@ def _supervise(
             if isinstance(event, protocol.End):
                 processes[event.worker].drain(_DRAIN_SECONDS)
                 actions = supervision.end(event, time.monotonic())
-            elif event in PASSED_SIGNALS:
+            elif event in guard.PASSED_SIGNALS:
                 actions = [protocol.Send(number, event) for number in supervision.running]
             else:
                 actions = supervision.ask(event, time.monotonic())
@@ -192,7 +189,7 @@ class Process:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the worker's process group; SIGKILL ends all that it has started."""
+        """Sends a signal to the worker; SIGKILL ends all that it has started."""
         assert self._guard.stdin
         with contextlib.suppress(BrokenPipeError):
             self._guard.stdin.write(bytes([number]))
@@ -260,10 +257,7 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
 @contextlib.contextmanager
 def handled_signals(events: Events) -> Iterator[None]:
     """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
-    before = {
-        number: signal.signal(number, lambda number, frame: events.put(signal.Signals(number)))
-        for number in (*ENDING_SIGNALS, *PASSED_SIGNALS)
-    }
+    before = guard.handle(lambda number, frame: events.put(signal.Signals(number)))
     try:
         yield
     finally:

@@ -220,14 +220,14 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
         return
     specs = tf.nest.flatten(dataset.element_spec)
     kind = protocol.digest({"elements": [str(getattr(one, "shape", [0])[1:]) for one in specs]})
-    seeds = [seed for part in parts for seed in _seeds(part)]
+    orders = [seed for part in parts for seed in seeds(part)]
     sizes = {
         # One host may have steps more that change no order, such as `prefetch`.
         "lengths": sorted({int(part.cardinality()) for part in parts}),
         "batch_size": list(filter(None, map(tf_internals.batch_size_of, parts))),
     }
     me = session.cluster.index
-    unlike = session.differing(kind, json.dumps([sizes, seeds]))
+    unlike = session.differing(kind, json.dumps([sizes, orders]))
     for host, text in unlike.items():
         others, _ = json.loads(text)
         if others != sizes:
@@ -236,7 +236,7 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
                 f"the data of {session.cluster.name(me)} and {session.cluster.name(host)} differ: "
                 f"{details}"
             )
-    if (0, 0) in seeds:
+    if (0, 0) in orders:
         how = "without a seed"
     elif unlike:
         how = "with other seeds than on another host"
@@ -256,7 +256,7 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
     return any(reader in kind for kind in kinds for reader in _READERS)
 
 
-def _seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
+def seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
     """Yields the seeds of a dataset's random orders; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
     yield from tf_internals.seeds_of(dataset)
