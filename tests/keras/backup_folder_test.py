@@ -238,8 +238,14 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
             self.assertRegex("".join(call.args[0] for call in warn.call_args_list), reason or "^$")
 
     def test_an_endless_dataset_needs_steps(self):
-        with self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None"):
-            self.fit(tfcdo.keras.resumable_dataset(np.zeros(4), 2))
+        data = tfcdo.keras.resumable_dataset(np.zeros(4), 2)
+        zipped = tf.data.Dataset.zip(data.map(tf.identity), data).prefetch(1)
+        for given, reasons in (zipped, []), (zipped.unbatch().batch(4), ["its Batch, after"]):
+            refused = self.assertRaisesRegex(ValueError, "steps_per_epoch .* got None")
+            with mock.patch.object(log, "warn_once") as warn, refused:
+                self.fit(given)
+            self.assertEqual(warn.call_count, len(reasons))
+            self.assertIn("".join(reasons), str(warn.call_args))
 
 
 if __name__ == "__main__":

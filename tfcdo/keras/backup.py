@@ -313,11 +313,10 @@ class BackupAndRestore(Callback):
         if self._iterator is None:
             return []
         orders = data_order.orders_of(self._iterator)
-        if not orders:
-            reason = data_order.why_not(self._iterator)
-            if reason is not None:
-                log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
-        elif self._iterator.steps_per_epoch is None:
+        reason = data_order.why_not(self._iterator, orders)
+        if reason is not None:
+            log.warn_once(f"a training with this data cannot be resumed exactly: {reason}")
+        if orders and self._iterator.steps_per_epoch is None:
             raise ValueError(
                 "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has "
                 "no end; got None"

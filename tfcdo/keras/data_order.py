@@ -24,6 +24,8 @@ _REMEDY = (
     "use tfcdo.keras.resumable_dataset(data, batch_size), or a dataset that gives the same batches "
     "each time, such as .shuffle(n, seed=7, reshuffle_each_iteration=False)"
 )
+# Transformations that give an element for each one of theirs, and begin where these do.
+_ONE_FOR_ONE = ("Map", "ParallelMap", "Prefetch", "Zip", "Options", "AssertCardinality")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -109,11 +111,11 @@ def begin_at(orders: Sequence[Order], examples: int) -> None:
         order.first.assign(examples * order.batch_size // orders[0].batch_size)
 
 
-def why_not(epoch_iterator: Any) -> str | None:
+def why_not(epoch_iterator: Any, orders: Sequence[Order] = ()) -> str | None:
     """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
     kind = type(epoch_iterator.data_adapter).__name__
     shuffle = keras_internals.is_shuffled(epoch_iterator)
-    reason = None
+    reason, remedy = None, _REMEDY
     if kind == "ArrayDataAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order in each epoch of each process"
     elif kind in ("GeneratorDataAdapter", "TorchDataLoaderAdapter"):
@@ -129,7 +131,16 @@ def why_not(epoch_iterator: Any) -> str | None:
             reason = "it is shuffled without a seed, so each process has another order"
         elif dataset.options().deterministic is False:
             reason = "its options have deterministic=False"
-    return None if reason is None else f"{reason}; {_REMEDY}"
+    left = [keras_internals.dataset_of(epoch_iterator)] if orders else []
+    while left:
+        if not hasattr(dataset := left.pop(), _ORDER):
+            kind = type(dataset).__name__.strip("_").removesuffix("Dataset")
+            if kind not in _ONE_FOR_ONE:
+                reason = f"its {kind}, after or beside resumable_dataset, begins at its own start"
+                remedy = "use only map, prefetch and zip of such datasets"
+                break
+            left += tf_internals.inputs_of(dataset)
+    return None if reason is None else f"{reason}; {remedy}"
 
 
 class SkipBatches:
