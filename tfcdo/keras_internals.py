@@ -54,6 +54,8 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
+    (BaseOptimizer, "_use_weight_decay", ("self", "variable")),
+    (keras.optimizers.LossScaleOptimizer, "check_finite", ("self", "grads")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
     (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
