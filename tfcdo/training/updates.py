@@ -588,8 +588,8 @@ def count(name: str, own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        several, total = step.current_several(), keras_internals.value_of(variable)
-        if several and not several.alone and statistics.is_summed(total):
+        several = None if here is not None and here.alone else step.current_several()
+        if several and statistics.is_summed(total := keras_internals.value_of(variable)):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, total.dtype)
             if several.can_be_empty:
