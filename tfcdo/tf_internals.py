@@ -163,6 +163,7 @@ _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 
 
 # A variable of one device has these, as for `float(optimizer.learning_rate)` in a callback.
+_values.DistributedVariable.__array__ = lambda self, *_, **__: np.array(self.numpy())
 _values.DistributedVariable.__int__ = lambda self: int(self.read_value())
 _values.DistributedVariable.__float__ = lambda self: float(self.read_value())
 
