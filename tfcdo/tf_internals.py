@@ -166,8 +166,6 @@ _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 _values.DistributedVariable.__array__ = lambda self, *_, **__: np.array(self.numpy())
 _values.DistributedVariable.__int__ = lambda self: int(self.read_value())
 _values.DistributedVariable.__float__ = lambda self: float(self.read_value())
-
-
 _update_replica = _values.MirroredVariable._update_replica
 
 
@@ -180,8 +178,6 @@ def _update_alone(self: Any, update_fn: Callable[..., Any], value: Any, **kwargs
 
 
 _values.MirroredVariable._update_replica = _update_alone
-
-
 _Spec = _input_lib.DistributedDatasetAndIteratorSpec
 _serialize, _check_type = _Spec._serialize, _Spec.sanity_check_type
 

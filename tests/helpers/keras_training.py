@@ -45,11 +45,13 @@ def word_data(examples: int = BATCH) -> Data:
     return words, words[:, :2].astype(np.float32)
 
 
-def word_layers() -> list[Any]:
+def word_layers(limit: float | None = 0.05) -> list[Any]:
     return [
         keras.layers.Input((3,), dtype="int32"),
         # A constraint changes rows that no word has touched.
-        keras.layers.Embedding(9, 2, embeddings_constraint=keras.constraints.MaxNorm(0.05)),
+        keras.layers.Embedding(
+            9, 2, embeddings_constraint=limit and keras.constraints.MaxNorm(limit)
+        ),
         keras.layers.Flatten(),
         keras.layers.Dense(2),
     ]

@@ -556,11 +556,10 @@ def finite(own: Function, optimizer: Any, grads: Sequence[Any]) -> Any:
     return tf.equal(step.summed(tf.cast(tf.logical_not(is_finite), tf.float32)), 0)
 
 
-def use_weight_decay(own: Function, optimizer: Any, variable: Any) -> bool:
+def use_weight_decay(own: Function, optimizer: Any, variable: Any) -> Any:
     """Stands for `_use_weight_decay`: the variables of all replicas have the first one's name."""
     extended = keras_internals.strategy_of(optimizer).extended
-    uses: bool = own(optimizer, extended.value_container(variable))
-    return uses
+    return own(optimizer, extended.value_container(variable))
 
 
 def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
