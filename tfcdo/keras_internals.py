@@ -361,6 +361,8 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def building(model: Any) -> Iterator[None]:
     """Builds a model before its first step, unless only a step of the user's can."""
+    optimizer = getattr(model, "optimizer", None)
+    was_built = getattr(optimizer, "built", None)
     try:
         yield
     except (RuntimeError, TypeError, ValueError):
@@ -368,7 +370,8 @@ def building(model: Any) -> Iterator[None]:
         # that has been called may take no dense tensors, with which Keras builds it.
         names = ("train_step", "test_step")
         of_keras = all(getattr(type(model), name) is getattr(Trainer, name) for name in names)
-        if of_keras and not model.built:
+        # An error of an optimizer's own `build`, after Keras's, would not come again.
+        if (of_keras and not model.built) or getattr(optimizer, "built", None) != was_built:
             raise
 
 

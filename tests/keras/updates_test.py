@@ -48,8 +48,7 @@ OPTIONS: dict[str, kt.Make] = {
 class AllSmaller(ko.SGD):
     def apply(self, grads: Any, variables: Any = None) -> None:
         super().apply(grads, variables)
-        for variable in variables:
-            variable.assign(variable * 0.9)
+        tf.nest.map_structure(lambda variable: variable.assign(variable * 0.9), variables)
 
 
 class UpdatesTest(kt.TrainingTestCase):
@@ -136,6 +135,9 @@ class UpdatesTest(kt.TrainingTestCase):
             optimizer.build([variable])
         strategy.run(lambda: optimizer.apply_gradients([(tf.constant([2.0]), variable)]))
         self.assertAllClose([8 - 0.5 * (2 + 2) - 1], variable)
+        failing = mock.patch.object(ko.SGD, "add_optimizer_variables", side_effect=ValueError)
+        with failing, self.assertRaises(ValueError):
+            kt.fitted(2, lambda: ko.SGD(0.1, 0.5))
 
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""
