@@ -54,6 +54,8 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
+    (BaseOptimizer, "_use_weight_decay", ("self", "variable")),
+    (keras.optimizers.LossScaleOptimizer, "check_finite", ("self", "grads")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
     (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
@@ -358,6 +360,8 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
 @contextlib.contextmanager
 def building(model: Any) -> Iterator[None]:
     """Builds a model before its first step, unless only a step of the user's can."""
+    optimizer = getattr(model, "optimizer", None)
+    was_built = getattr(optimizer, "built", None)
     try:
         yield
     except (RuntimeError, TypeError, ValueError):
@@ -365,7 +369,8 @@ def building(model: Any) -> Iterator[None]:
         # that has been called may take no dense tensors, with which Keras builds it.
         names = ("train_step", "test_step")
         of_keras = all(getattr(type(model), name) is getattr(Trainer, name) for name in names)
-        if of_keras and not model.built:
+        # An error of an optimizer's own `build`, after Keras's, would not come again.
+        if (of_keras and not model.built) or getattr(optimizer, "built", None) != was_built:
             raise
 
 

@@ -116,6 +116,7 @@ OVERRIDES: tuple[private_names.Member, ...] = (
         (SyncOnReadVariable, f"scatter_{name}", ("self",))
         for name in ("add", "div", "max", "min", "mul", "sub", "update")
     ),
+    (_values.MirroredVariable, "_update_replica", ("self", "update_fn", "value")),
     (Trackable, "_track_trackable", ("self", "trackable", "name", "overwrite")),
     (_input_lib.DistributedDatasetAndIteratorSpec, "_serialize", ("self",)),
     (_input_lib.DistributedDatasetAndIteratorSpec, "sanity_check_type", ("self", "other")),
@@ -162,10 +163,21 @@ _none_tensor.NoneTensorSpec._create_empty_value = lambda self: None
 
 
 # A variable of one device has these, as for `float(optimizer.learning_rate)` in a callback.
+_values.DistributedVariable.__array__ = lambda self, *_, **__: np.array(self.numpy())
 _values.DistributedVariable.__int__ = lambda self: int(self.read_value())
 _values.DistributedVariable.__float__ = lambda self: float(self.read_value())
+_update_replica = _values.MirroredVariable._update_replica
 
 
+def _update_alone(self: Any, update_fn: Callable[..., Any], value: Any, **kwargs: Any) -> Any:
+    """Writes a variable as a replica that works alone has it: the others write the same."""
+    extended = self.distribute_strategy.extended
+    if getattr(extended, "sums_once", False) and not extended._use_merge_call():
+        return update_fn(self._get_on_device_or_primary(), value, **kwargs)
+    return _update_replica(self, update_fn, value, **kwargs)
+
+
+_values.MirroredVariable._update_replica = _update_alone
 _Spec = _input_lib.DistributedDatasetAndIteratorSpec
 _serialize, _check_type = _Spec._serialize, _Spec.sanity_check_type
 

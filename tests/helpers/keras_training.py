@@ -9,6 +9,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
+from keras.constraints import MaxNorm
 
 import tfcdo
 
@@ -33,10 +34,9 @@ def dense_data(examples: int = BATCH) -> Data:
 
 def dense_layers() -> list[Any]:
     regularizer = keras.regularizers.L2(0.01)
-    constraint = keras.constraints.MaxNorm(0.9)
     return [
         keras.layers.Input((4,)),
-        keras.layers.Dense(2, kernel_regularizer=regularizer, kernel_constraint=constraint),
+        keras.layers.Dense(2, kernel_regularizer=regularizer, kernel_constraint=MaxNorm(0.9)),
     ]
 
 
@@ -45,11 +45,11 @@ def word_data(examples: int = BATCH) -> Data:
     return words, words[:, :2].astype(np.float32)
 
 
-def word_layers() -> list[Any]:
+def word_layers(limit: float | None = 0.05) -> list[Any]:
     return [
         keras.layers.Input((3,), dtype="int32"),
         # A constraint changes rows that no word has touched.
-        keras.layers.Embedding(9, 2, embeddings_constraint=keras.constraints.MaxNorm(0.05)),
+        keras.layers.Embedding(9, 2, embeddings_constraint=limit and MaxNorm(limit)),
         keras.layers.Flatten(),
         keras.layers.Dense(2),
     ]

@@ -33,6 +33,7 @@ OPTIONS: dict[str, kt.Make] = {
         loss_scale_factor=8.0,
         weight_decay=0.1,
     ),
+    "names": lambda: (o := ko.AdamW(0.1, 0.5)).exclude_from_weight_decay(None, ["bias:0$"]) or o,
     "loss_scale": lambda: ko.LossScaleOptimizer(
         ko.SGD(0.2, clipnorm=0.05, gradient_accumulation_steps=2), 16.0, dynamic_growth_steps=2
     ),
@@ -44,6 +45,12 @@ OPTIONS: dict[str, kt.Make] = {
 }
 
 
+class AllSmaller(ko.SGD):
+    def apply(self, grads: Any, variables: Any = None) -> None:
+        super().apply(grads, variables)
+        tf.nest.map_structure(lambda variable: variable.assign(variable * 0.9), variables)
+
+
 class UpdatesTest(kt.TrainingTestCase):
     def assert_sharded(self, whole: keras.Model, sharded: keras.Model) -> None:
         self.assert_same_training(whole, sharded, 0.0)
@@ -52,7 +59,7 @@ class UpdatesTest(kt.TrainingTestCase):
                 everywhere = slot.path.endswith("_average")
                 self.assertEqual(everywhere, hasattr(slot.value, "values"), slot.path)
 
-    @parameterized.parameters(*zip(OPTIONS, (3, 2, 2, 2, 3)))
+    @parameterized.parameters(*zip(OPTIONS, (3, 2, 2, 2, 2, 3)))
     def test_each_option(self, option, count):
         # Overwriting at every other step, rather than update, differs from the sixth step on.
         steps = 8 if option == "average" else 4
@@ -62,11 +69,12 @@ class UpdatesTest(kt.TrainingTestCase):
         self.assert_sharded(whole, sharded)
 
     @parameterized.parameters(
-        (lambda: ko.Adagrad(0.2, weight_decay=0.1, clipnorm=0.05),), (OPTIONS["accumulation"],)
-    )
-    def test_rows_of_embeddings(self, make):
+        (lambda: ko.Adagrad(0.2, weight_decay=0.1, clipnorm=0.05),), (OPTIONS["accumulation"],),
+        (AllSmaller, lambda: kt.word_layers(None)),
+    )  # fmt: skip
+    def test_rows_of_embeddings(self, make, layers=kt.word_layers):
         """Words repeat: Keras squares their rows, and takes their norm, one by one."""
-        train = functools.partial(kt.trained_eagerly, layers=kt.word_layers, data=kt.word_data)
+        train = functools.partial(kt.trained_eagerly, layers=layers, data=kt.word_data)
         whole = train(2, make)
         self.assert_same_training(train(1, make), whole)
         self.assert_sharded(whole, train(2, make, shard_optimizer_state=True))
@@ -87,7 +95,7 @@ class UpdatesTest(kt.TrainingTestCase):
         class SignedMomentum(ko.Optimizer):
             def build(self, variables: Any) -> None:
                 super().build(variables)
-                self.momenta = [self.add_variable_from_reference(v, "m") for v in variables]
+                self.momenta = [self.add_variable_from_reference(v, "m", "ones") for v in variables]
 
             def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
                 momentum = self.momenta[self._get_variable_index(variable)]
@@ -115,17 +123,21 @@ class UpdatesTest(kt.TrainingTestCase):
     def test_arguments_of_an_optimizer_of_the_user(self):
         class Halved(ko.SGD):
             def apply(self, grads: Any, variables: Any = None, factor: float = 1.0) -> Any:
-                return super().apply([factor * grad for grad in grads], variables)
+                super().apply([factor * grad for grad in grads], variables)
+                variables[0].assign_sub([1.0])  # As each replica does, whatever the aggregation.
 
             def apply_gradients(self, grads_and_vars: Any) -> Any:
                 grads, variables = ([pair[i] for pair in grads_and_vars] for i in range(2))
                 return self.apply(grads, variables, factor=0.5)
 
         with (strategy := kt.strategy_of(2)).scope():
-            variable, optimizer = keras.Variable([8.0]), Halved(1.0)
+            variable, optimizer = keras.Variable([8.0], aggregation="sum"), Halved(1.0)
             optimizer.build([variable])
         strategy.run(lambda: optimizer.apply_gradients([(tf.constant([2.0]), variable)]))
-        self.assertAllClose([8 - 0.5 * (2 + 2)], variable)
+        self.assertAllClose([8 - 0.5 * (2 + 2) - 1], variable)
+        failing = mock.patch.object(ko.SGD, "add_optimizer_variables", side_effect=ValueError)
+        with failing, self.assertRaises(ValueError):
+            kt.fitted(2, lambda: ko.SGD(0.1, 0.5))
 
     def test_slots_that_keras_does_not_know_as_a_variables(self):
         """The other devices, and files, get them from the owner of the variable."""
@@ -133,7 +145,7 @@ class UpdatesTest(kt.TrainingTestCase):
         class Scaled(ko.Optimizer):
             def build(self, variables: Any) -> None:
                 super().build(variables)
-                self.norms = [self.add_variable(()) for _ in variables]
+                self.norms = [self.add_variable((), aggregation="sum") for _ in variables]
                 self.sums = {v.path: [self.add_variable(v.shape)] for v in variables}
 
             def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
@@ -439,7 +451,7 @@ class GradientsTest(kt.TrainingTestCase):
         data = data.batch(6, drop_remainder="token" in indices)
         self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
 
-    @parameterized.parameters((None, False), (2, True))
+    @parameterized.parameters((None, False), (2, True), (None, True))
     def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
         """Keras alone looks at the first replica, and lets an overflow on another one in."""
         inputs, targets = (kt.word_data if sharded_rows else kt.dense_data)(5 * kt.BATCH)
@@ -449,7 +461,7 @@ class GradientsTest(kt.TrainingTestCase):
             return [*kt.word_layers()[:2], keras.layers.GlobalAveragePooling1D()]
 
         def make(run_eagerly: bool) -> keras.Model:
-            inner = ko.SGD(0.1, gradient_accumulation_steps=accumulation)
+            inner = ko.Adagrad(0.1, gradient_accumulation_steps=accumulation)
             optimizer = ko.LossScaleOptimizer(inner, 4096.0, dynamic_growth_steps=2)
             layers = only_rows if sharded_rows else kt.dense_layers
             return kt.model_of(layers, optimizer, run_eagerly)

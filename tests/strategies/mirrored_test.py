@@ -43,10 +43,10 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_numbers_of_variables(self):
         """As callbacks read the learning rate, or the count of steps."""
         with tfcdo.MirroredStrategy(tu.device_names(2)).scope():
-            optimizer = keras.optimizers.SGD(0.5)
+            optimizer, array = keras.optimizers.SGD(0.5), np.asarray(tf.Variable(3.5))
             statistic = keras.Variable(2.5, trainable=False)
-        numbers = float(optimizer.learning_rate), float(statistic), int(optimizer.iterations)
-        self.assertEqual((0.5, 2.5, 0), numbers)
+        numbers = float(optimizer.learning_rate), float(statistic), int(optimizer.iterations), array
+        self.assertEqual((0.5, 2.5, 0, 3.5), numbers)
 
     def test_explains_what_it_runs(self):
         own = tfcdo.AllReduceCrossDeviceOps("ring", num_packs=0)

@@ -51,6 +51,8 @@ def install() -> None:
         extend(optimizer_class, "apply", updates.apply)
     extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
     extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
+    extend(keras_internals.BaseOptimizer, "_use_weight_decay", updates.use_weight_decay)
+    extend(keras.optimizers.LossScaleOptimizer, "check_finite", updates.finite)
     optimizer = keras_internals.TFOptimizer
     extend(optimizer, "_all_reduce_sum_gradients", updates.already_summed)
     extend(optimizer, "add_variable_from_reference", _add_slot)
@@ -121,13 +123,11 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
 
 def _make_variable(make: Function, **options: Any) -> tf.Variable:
     """Makes an optimizer's variable, which each replica updates."""
-    none = tf.VariableAggregation.NONE
-    # Keras has the first replica's number sent to the others, where replicas meet.
-    if options.get("aggregation") in (none, tf.VariableAggregation.ONLY_FIRST_REPLICA):
-        options["aggregation"] = none
-        if options.get("synchronization") != tf.VariableSynchronization.ON_READ:
-            # Not a statistic, whose mean hosts would have to meet for to read it.
-            options["synchronization"] = tf.VariableSynchronization.ON_WRITE
+    if options.get("synchronization") != tf.VariableSynchronization.ON_READ:
+        # Keras has the first replica's number sent to the others, where replicas meet.
+        options["aggregation"] = tf.VariableAggregation.NONE
+        # Not a statistic, whose mean hosts would have to meet for to read it.
+        options["synchronization"] = tf.VariableSynchronization.ON_WRITE
     return make(**options)
 
 
@@ -178,7 +178,7 @@ def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
 
 
 def _add_slot(
-    own: Function, optimizer: Any, reference_variable: Any, name: Any = None, **options: Any
+    own: Function, optimizer: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any
 ) -> Any:
     extended, device = _extended_of(optimizer), None
     if extended is not None and not keras_internals.is_overwritten(reference_variable):
@@ -188,7 +188,7 @@ def _add_slot(
         if extended.shard_optimizer_state and name != "average":
             device = updates.device_of_slots(extended, reference_variable)
     with tf_internals.plain_variables(device) if device else contextlib.nullcontext():
-        return own(optimizer, reference_variable, name=name, **options)
+        return own(optimizer, reference_variable, name, *args, **kw)
 
 
 def _symbolic_build(own: Function, model: Any, **options: Any) -> None:

@@ -106,7 +106,7 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
         with step.changed(alone=True, counts_after=_last_of(sums)):
             return own(optimizer, sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
-        return own(optimizer, _finite_on_all(list(grads)), variables)
+        return own(optimizer, grads, variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
 
@@ -300,23 +300,6 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
     return step.on_each(devices, unify, grad.values)
 
 
-def _finite_on_all(grads: list[Any]) -> list[Any]:
-    """Returns gradients, one of them NaN if another replica has one that is not finite."""
-    # A LossScaleOptimizer looks for such gradients on each replica, before they are summed.
-    present = [i for i, grad in enumerate(grads) if grad is not None]
-    if not present:
-        return grads  # Keras raises the error.
-    at = min(present, key=lambda i: isinstance(grads[i], tf.IndexedSlices))
-    grads[at] = tf.convert_to_tensor(grads[at])
-    finite = [
-        tf.reduce_all(tf.math.is_finite(getattr(grads[i], "values", grads[i]))) for i in present
-    ]
-    failures = step.summed(tf.cast(tf.logical_not(tf.reduce_all(finite)), tf.float32))
-    nan = tf.constant(float("nan"), grads[at].dtype)
-    grads[at] = tf.where(failures > 0, nan, grads[at])
-    return grads
-
-
 @tf.autograph.experimental.do_not_convert
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
@@ -463,7 +446,7 @@ def _update_shards(
             )
             for at in mine:
                 component = values[at].values[here.replica]
-                _, indices = written.get(id(component), (component, [None]))
+                _, indices = written.get(id(values[at]), (None, [None]))
                 changed[at] = _new_value(leaf, variables[at], component, indices)
 
             for slot, _ in written.values():
@@ -562,6 +545,20 @@ def already_summed(own: Function, optimizer: Any, grads_and_vars: Any) -> Any:
     return list(grads_and_vars) if is_alone else own(optimizer, grads_and_vars)
 
 
+def finite(own: Function, optimizer: Any, grads: Sequence[Any]) -> Any:
+    """Stands for `check_finite` of a LossScaleOptimizer, before replicas' gradients are summed."""
+    here, is_finite = step.now.step, own(optimizer, grads)
+    if here is None or here.alone or here.replicas == 1:
+        return is_finite
+    return tf.equal(step.summed(tf.cast(tf.logical_not(is_finite), tf.float32)), 0)
+
+
+def use_weight_decay(own: Function, optimizer: Any, variable: Any) -> Any:
+    """Stands for `_use_weight_decay`: the variables of all replicas have the first one's name."""
+    extended = keras_internals.strategy_of(optimizer).extended
+    return own(optimizer, extended.value_container(variable))
+
+
 def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
     """Notes that an optimizer writes a variable, and which rows."""
     _note(variable, getattr(value, "indices", None))
@@ -578,6 +575,7 @@ def _note(variable: Any, indices: Any) -> None:
     here = step.now.step
     if here is not None and here.written is not None:
         value = keras_internals.value_of(variable)
+        value = tf.distribute.get_strategy().extended.value_container(value)
         here.written.setdefault(id(value), (value, []))[1].append(indices)
 
 
@@ -586,7 +584,7 @@ def count(name: str, own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        several = step.current_several()
+        several = None if here is not None and here.alone else step.current_several()
         if several and statistics.is_summed(total := keras_internals.value_of(variable)):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, total.dtype)
