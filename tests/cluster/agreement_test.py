@@ -92,9 +92,7 @@ class AgreementTest(parameterized.TestCase):
                 asked[value] = pool.submit(own.number, kind(value), 2)
                 time.sleep(0.05 * (host + 1))
             numbers = [asked[value].result(10.0) for value in "xyz"]
-            return numbers, [
-                own.number(kind("x", what=what), 2) for what in ("all-reduce", "gather")
-            ]
+            return numbers, [own.number(kind("x", what=one), 2) for one in ("all-reduce", "gather")]
 
         first, *others = on_all_hosts(program, 10.0)
         self.assertEqual([first, first], others)
@@ -152,9 +150,7 @@ class AgreementTest(parameterized.TestCase):
     def test_a_host_that_does_not_come(self):
         self.enter_context(mock.patch.object(protocol, "LOG_AFTER", 0.3))
         with self.assertLogs(logging.get_absl_logger(), "WARNING") as logs:
-            ends = on_all_hosts(
-                lambda host, own: None if host == 1 else own.number(kind("f[4]"), 2), 1.5
-            )
+            ends = on_all_hosts(lambda h, own: None if h == 1 else own.number(kind("f[4]"), 2), 1.5)
         self.assertIsNone(ends[1])
         for end in (ends[0], ends[2]):
             self.assertIsInstance(end, protocol.LateHostError)

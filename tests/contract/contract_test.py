@@ -403,11 +403,9 @@ class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
                 self.assertAllEqual(tensor, component)
 
     @parameterized.parameters(
-        (EAGER, 1, 0, None),
-        (FUNCTION, 5, -1, None),
-        (EAGER, 5, 0, tu.ALL_DEVICES[5:6]),
-        (EAGER, 3, -1, tu.ALL_DEVICES[6:]),
-    )
+        (EAGER, 1, 0, None), (FUNCTION, 5, -1, None),
+        (EAGER, 5, 0, tu.ALL_DEVICES[5:6]), (EAGER, 3, -1, tu.ALL_DEVICES[6:]),
+    )  # fmt: skip
     def test_gather(self, mode, count, axis, devices):
         shapes = np.full([count, 3], (2, 3, 4))
         shapes[:, axis] = np.random.default_rng(count).integers(0, 4, count)

@@ -118,12 +118,9 @@ class BlackBoxTest(CommandTestCase):
         self.assertEqual({"a": known, "b": known}, box.kinds)
 
     @parameterized.parameters(
-        ("", "{}", "tfcdo"),
-        ("", "", "home/.cache/tfcdo"),
-        ("", "relative", "home/.cache/tfcdo"),
-        ("{}", "/elsewhere", "."),
-        ("~/mine", "/elsewhere", "home/mine"),
-    )
+        ("", "{}", "tfcdo"), ("", "", "home/.cache/tfcdo"), ("", "relative", "home/.cache/tfcdo"),
+        ("{}", "/elsewhere", "."), ("~/mine", "/elsewhere", "home/mine"),
+    )  # fmt: skip
     def test_where(self, own, xdg, folder):
         own, xdg = own.format(self.folder), xdg.format(self.folder)
         home = str(self.folder / "home")

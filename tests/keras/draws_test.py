@@ -28,17 +28,11 @@ class _OfSteps(kl.Layer):
 # Each layer's draws reach the weights of the last one.
 def of_rows() -> list[Any]:
     return [
+        kl.Dropout(0.2), kl.Dropout(0.2, noise_shape=(None, 1, _WIDTH)), kl.SpatialDropout1D(0.2),
+        kl.AlphaDropout(0.2), kl.GaussianDropout(0.4), kl.GaussianNoise(0.5),
+        kl.TimeDistributed(kl.Dropout(0.2)), _OfSteps(), kl.Reshape([_STEPS * _WIDTH]),
         kl.Dropout(0.2),
-        kl.Dropout(0.2, noise_shape=(None, 1, _WIDTH)),
-        kl.SpatialDropout1D(0.2),
-        kl.AlphaDropout(0.2),
-        kl.GaussianDropout(0.4),
-        kl.GaussianNoise(0.5),
-        kl.TimeDistributed(kl.Dropout(0.2)),
-        _OfSteps(),
-        kl.Reshape([_STEPS * _WIDTH]),
-        kl.Dropout(0.2),
-    ]
+    ]  # fmt: skip
 
 
 def recurrent() -> list[Any]:
@@ -47,13 +41,9 @@ def recurrent() -> list[Any]:
 
 def of_images() -> list[Any]:
     return [
-        kl.RandomFlip(),
-        kl.RandomTranslation(0.3, 0.3),
-        kl.RandomRotation(0.2),
-        kl.RandomZoom(0.3),
-        kl.RandomContrast(0.5),
-        kl.RandomBrightness(0.5, value_range=(0.0, 1.0)),
-    ]
+        kl.RandomFlip(), kl.RandomTranslation(0.3, 0.3), kl.RandomRotation(0.2), kl.RandomZoom(0.3),
+        kl.RandomContrast(0.5), kl.RandomBrightness(0.5, value_range=(0.0, 1.0)),
+    ]  # fmt: skip
 
 
 def data(examples: int) -> np.ndarray:

@@ -91,9 +91,7 @@ class WorkersTest(LaunchTestCase):
         ("0,1,2,3", 3, None, ["0", "1", "2"]),
         ("4, 5,GPU-a,7,8", 2, 2, ["4,5", "GPU-a,7"]),
         ("0,1", 1, None, [None]),
-        ("", 2, None, [None] * 2),
-        ("-1", 2, None, [None] * 2),
-        ("NoDevFiles", 2, None, [None] * 2),
+        *((none, 2, None, [None] * 2) for none in ("", "-1", "NoDevFiles")),
         ("0,MIG-b,-1,2,3", 2, None, ["0", "MIG-b"]),
     )
     def test_no_two_workers_get_one_gpu(self, visible, workers, each, expected):
@@ -233,16 +231,10 @@ class SlurmTest(LaunchTestCase):
         (self.folder / "scontrol").chmod(0o755)
         return {
             "PATH": f"{self.folder}{os.pathsep}{os.environ['PATH']}",
-            "SLURM_JOB_ID": "1262",
-            "SLURM_STEP_ID": "1",
-            "SLURM_STEP_NODELIST": "node[1-2]",
-            "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
-            "SLURM_NTASKS": "4",
-            "SLURM_PROCID": str(rank),
-            "SLURM_NODEID": str(rank // 2),
-            "SLURM_LOCALID": str(rank % 2),
-            **changed,
-        }
+            "SLURM_JOB_ID": "1262", "SLURM_STEP_ID": "1", "SLURM_STEP_NODELIST": "node[1-2]",
+            "SLURM_STEP_TASKS_PER_NODE": "2(x2)", "SLURM_NTASKS": "4", "SLURM_PROCID": str(rank),
+            "SLURM_NODEID": str(rank // 2), "SLURM_LOCALID": str(rank % 2), **changed,
+        }  # fmt: skip
 
     def test_each_task_is_a_worker_with_its_gpus(self):
         addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")

@@ -70,12 +70,10 @@ class OneHostTest(parameterized.TestCase):
         self.assertEqual([pack.wire for pack in made.packs], [Cast("bfloat16"), None])
 
     @parameterized.parameters(
-        ("float32", "bfloat16", True, False),
-        ("float32", "float16", True, True),
-        ("float64", "bfloat16", True, True),
-        ("int32", "float16", False, False),
+        ("float32", "bfloat16", True, False), ("float32", "float16", True, True),
+        ("float64", "bfloat16", True, True), ("int32", "float16", False, False),
         ("float16", "float16", False, False),
-    )
+    )  # fmt: skip
     def test_casts(self, dtype, wire, is_cast, scaled):
         asked = batch(ValueSpec(dtype, (8,)))
         for cast in (Cast(wire), Cast(wire, error_feedback=True)):
