@@ -233,6 +233,19 @@ def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
     return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
 
 
+def marks_of(dataset: tf.data.Dataset) -> list[int]:
+    """Returns hashes of the first values of a dataset's arrays, and of its number of a shard."""
+    own = filter(tf.is_tensor, [*getattr(dataset, "_tensors", ()), getattr(dataset, "_index", 0)])
+    first = [tf.reshape(one, [-1])[:1000] for one in own if one.dtype != tf.variant]
+    return [int(tf.strings.to_hash_bucket_fast(tf.io.serialize_tensor(n), 2**62)) for n in first]
+
+
+def has_no_order(dataset: tf.data.Dataset) -> bool:
+    """Returns whether a dataset may give its elements in another order each time."""
+    own = getattr(dataset, "_deterministic", None)
+    return own == "false" or dataset.options().deterministic is False
+
+
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Returns how many elements a dataset puts into each of its own; None if it does not batch."""
     size = getattr(dataset, "_batch_size", None)

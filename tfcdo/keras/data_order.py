@@ -129,8 +129,8 @@ def why_not(epoch_iterator: Any, orders: Sequence[Order] = ()) -> str | None:
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
         elif (0, 0) in parts.seeds(dataset):
             reason = "it is shuffled without a seed, so each process has another order"
-        elif dataset.options().deterministic is False:
-            reason = "its options have deterministic=False"
+        elif tf_internals.has_no_order(dataset):
+            reason = "it, or its options, have deterministic=False"
     left = [keras_internals.dataset_of(epoch_iterator)] if orders else []
     while left:
         if not hasattr(dataset := left.pop(), _ORDER):

@@ -29,9 +29,9 @@ _OF_INDEX, _FIRST, _SECOND = (
 )
 _HALF = np.int64(32)
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-# Arguments of `fit`, `evaluate` and `predict` by which hosts take steps.
+# Arguments of `fit`, `evaluate` and `predict` by which hosts take steps and weigh examples.
 _OF_STEPS = (
-    *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
+    *("batch_size", "class_weight", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
@@ -292,6 +292,8 @@ def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
     # Where training has resumed, and an epoch has no batch, Keras still has the last batch's.
     logs = logs or getattr(model.train_function, "logs", logs)
     strategy, found = model.distribute_strategy, own(model, logs)
+    if isinstance(model.train_function, CheckedFunction):
+        model.train_function.begins = True
     several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
     # Else Keras has read the metrics, of all replicas.
     are_of_step = found is logs and isinstance(logs, dict)
@@ -420,10 +422,10 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        variables = [*model.trainable_variables, *_of_optimizers(model)]
-        self._variables = [  # All replicas hold the same numbers of these.
+        made = (one for one in model.variables if keras_internals.value_of(one).trainable)
+        self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.
             variable
-            for variable in variables
+            for variable in [*made, *_of_optimizers(model)]
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
@@ -503,19 +505,20 @@ class WeightComparison:
 
 
 class CheckedFunction:
-    """A model's train function, whose first calls in each `fit` also compare all replicas."""
+    """A model's train function, which compares all replicas as a `fit`, or an epoch, begins."""
 
     def __init__(self, function: Function, model: Any) -> None:
         self._function, self._model = function, model
         self._comparison: WeightComparison | None = None
-        self.calls = 0  # In this `fit`.
+        self.calls, self.begins = 0, True  # In this `fit`; whether this is an epoch's first.
 
     def __call__(self, *args: Any) -> Any:
         """Calls it, and returns its logs."""
         logs = self._function(*args)
-        if self.calls == _FIRST_CALLS:
-            return logs
         self.calls += 1
+        if self.calls > _FIRST_CALLS and not self.begins:
+            return logs
+        self.begins = False
         if self._comparison is None:  # The optimizer has its variables now.
             self._comparison = WeightComparison(self._model)
         difference = self._comparison.difference()

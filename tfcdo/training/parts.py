@@ -36,7 +36,8 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
             "a dataset without elements is distributed; Keras's fit and evaluate end with "
             "StopIteration where one device trains nothing"
         )
-    if session is not None:
+    # Elsewhere TensorFlow deals out files, or each host has data of its own.
+    if session is not None and is_cut_here(dataset, True, 2):
         _check_alike(dataset, session)
     python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
     return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
@@ -214,13 +215,9 @@ def _copies(values: Any) -> Any:
 def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
     """Raises an error if hosts take their parts of unlike batches; warns of unlike orders."""
     parts = list(made_from(dataset))
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    # TensorFlow deals out the files, if there are any, before all else.
-    if policy == _POLICY.OFF or any(map(_reads_files, parts)):
-        return
     specs = tf.nest.flatten(dataset.element_spec)
     kind = protocol.digest({"elements": [str(getattr(one, "shape", [0])[1:]) for one in specs]})
-    orders = [seed for part in parts for seed in seeds(part)]
+    orders = [one for part in parts for one in (*seeds(part), *tf_internals.marks_of(part))]
     sizes = {
         # One host may have steps more that change no order, such as `prefetch`.
         "lengths": sorted({int(part.cardinality()) for part in parts}),
@@ -237,14 +234,16 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
                 f"{details}"
             )
     if (0, 0) in orders:
-        how = "without a seed"
+        how = "is shuffled without a seed"
+    elif any(map(tf_internals.has_no_order, parts)):
+        how = "has deterministic=False"
     elif unlike:
-        how = "with other seeds than on another host"
+        how = "is shuffled with other seeds than on another host, or has other examples there"
     else:
         return
     log.warn_once(
-        f"a dataset is shuffled {how}: each host draws another order and takes its part of it, so "
-        "an epoch has some examples twice and others not at all; call "
+        f"a dataset {how}: each host takes its part of another order, so an epoch has some "
+        "examples twice and others not at all; give all hosts all of the data, call "
         "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, give "
         "shuffle(), or whatever shuffles, the same seed on all hosts, or use "
         "tfcdo.keras.resumable_dataset"
