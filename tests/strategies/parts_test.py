@@ -13,11 +13,11 @@ import testing_utils as tu
 from absl.testing import parameterized
 from keras_training import dense_data, dense_layers, model_of, strategy_of
 
-from tfcdo import log
+from tfcdo import keras_internals, log
 from tfcdo.cluster import protocol
 from tfcdo.training import parts
 
-_Dataset = tf.data.Dataset
+_Dataset, _of_python = tf.data.Dataset, keras_internals.PyDatasetAdapter
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
@@ -154,6 +154,7 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), True),
         ("array_of_this_host", True, lambda: _Dataset.from_tensor_slices(["a"]), True),
         ("shard_of_this_host", True, lambda: _Dataset.range(4).shard(2, 1), True),
+        ("of_python", True, lambda: _of_python(_Counted(), shuffle=True).get_tf_dataset(), True),
         ("unordered", True, lambda: _Dataset.range(4).map(abs, 2, deterministic=False)),
         ("cut_files", True, lambda: _with_policy(_lines([__file__]).shuffle(4), _POLICY.DATA)),
         ("no_shuffle", False, lambda: _Dataset.range(4).batch(2)),

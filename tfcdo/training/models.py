@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.rounding import ROUNDOFF
-from tfcdo.training import diloco, draws, jit, losses, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, parts, statistics, step, updates
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -67,6 +67,7 @@ def install() -> None:
     extend(trainer, "_make_function", keras_internals.mark_step)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    extend(keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset)
     extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)
     for name in ("train_on_batch", "test_on_batch"):
         extend(trainer, name, _on_batch)

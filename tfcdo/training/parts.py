@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -217,7 +218,7 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
     parts = list(made_from(dataset))
     specs = tf.nest.flatten(dataset.element_spec)
     kind = protocol.digest({"elements": [str(getattr(one, "shape", [0])[1:]) for one in specs]})
-    orders = [one for part in parts for one in (*seeds(part), *tf_internals.marks_of(part))]
+    orders = [seed for part in parts for seed in seeds(part)]
     sizes = {
         # One host may have steps more that change no order, such as `prefetch`.
         "lengths": sorted({int(part.cardinality()) for part in parts}),
@@ -234,9 +235,7 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
                 f"{details}"
             )
     if (0, 0) in orders:
-        how = "is shuffled without a seed"
-    elif any(map(tf_internals.has_no_order, parts)):
-        how = "has deterministic=False"
+        how = "is shuffled without a seed, or has deterministic=False"
     elif unlike:
         how = "is shuffled with other seeds than on another host, or has other examples there"
     else:
@@ -255,8 +254,15 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
     return any(reader in kind for kind in kinds for reader in _READERS)
 
 
-def seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
-    """Yields the seeds of a dataset's random orders; two zeros are no seed."""
+def of_py_dataset(own: Callable[[Any], Any], adapter: Any) -> Any:
+    """Stands for `get_tf_dataset` of a PyDataset, which Keras shuffles by Python's `random`."""
+    dataset = own(adapter)
+    setattr(dataset, SEEDS, [hash(random.getstate()[1])] if adapter.shuffle else [])
+    return dataset
+
+
+def seeds(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields what a dataset's order follows, such as seeds; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
     yield from tf_internals.seeds_of(dataset)
     yield from getattr(dataset, SEEDS, ())
