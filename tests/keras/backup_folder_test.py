@@ -227,7 +227,6 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
             ([dataset.shuffle(4).batch(2)], True, "reshuffle_each_iteration=True"),
             ([parts], True, "reshuffle_each_iteration=True"),
             ([dataset.shuffle(4, reshuffle_each_iteration=False).batch(2)], True, "without a seed"),
-            ([dataset.batch(2).map(lambda *n: n, 2, False)], True, "deterministic=False"),
             ([dataset.shuffle(4, seed=1, reshuffle_each_iteration=False).batch(2)], True, None),
             ([Batches()], True, r"fit\(shuffle=True\) draws another order of a PyDataset's"),
             ([Reordered()], False, "its on_epoch_begin or on_epoch_end.* may reorder the batches"),

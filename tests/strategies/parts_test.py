@@ -154,7 +154,6 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), True),
         ("array_of_this_host", True, lambda: _Dataset.from_tensor_slices(["a"]), True),
         ("shard_of_this_host", True, lambda: _Dataset.range(4).shard(2, 1), True),
-        ("of_python", True, lambda: _of_python(_Counted(), shuffle=True).get_tf_dataset(), True),
         ("unordered", True, lambda: _Dataset.range(4).map(abs, 2, deterministic=False)),
         ("cut_files", True, lambda: _with_policy(_lines([__file__]).shuffle(4), _POLICY.DATA)),
         ("no_shuffle", False, lambda: _Dataset.range(4).batch(2)),
@@ -174,6 +173,9 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         with mock.patch.object(log, "warn_once") as warn:
             parts.prepared(make(), mock.Mock(differing=differing))
         self.assertEqual(expected, warn.called)
+        strategy_of(2)  # With it comes what stands before Keras's functions.
+        of_python = (_of_python(_Counted(), None, on).get_tf_dataset() for on in (False, True))
+        self.assertEqual([0, 1], [len([*parts.seeds(one)]) for one in of_python])
 
     @parameterized.parameters(
         (12, 3, "batch_size, element 0 of 1: 2 on host 0, 3 on host 1"),
