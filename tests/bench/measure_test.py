@@ -26,11 +26,9 @@ _SMALL = workloads.Workload("small", ((3, 2), (5,), (), (3, 2)))
 class WorkloadTest(parameterized.TestCase, tf.test.TestCase):
     @parameterized.parameters(
         # The published numbers of trainable parameters, of BERT-base uncased.
-        ("bert-base", 199, 109_482_240),
-        ("resnet50", 214, 25_583_592),
-        ("mobilenet", 158, 3_504_872),
-        ("tiny-matrices", 500, 32_000),
-    )
+        ("bert-base", 199, 109_482_240), ("resnet50", 214, 25_583_592),
+        ("mobilenet", 158, 3_504_872), ("tiny-matrices", 500, 32_000),
+    )  # fmt: skip
     def test_number_of_values_and_elements(self, name: str, num_values: int, count: int):
         workload = workloads.gradients_of(name, "float16")
         self.assertLen(workload.shapes, num_values)

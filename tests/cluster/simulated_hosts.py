@@ -342,9 +342,7 @@ class Process:
             if world.now - start < news_after:
                 continue
             failure = store.values.get("failed")
-            verdict, reason = wait.look(
-                world.now - start, lambda failure=failure: failure, self.mismatch, str
-            )
+            verdict, reason = wait.look(world.now - start, lambda f=failure: f, self.mismatch, str)
             if verdict == "fail":
                 yield from self.set_once("failed", reason or "")
             if verdict in ("fail", "stop"):

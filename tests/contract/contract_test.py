@@ -150,9 +150,7 @@ def batches(ops: Callable[[int], Any], examples: int) -> Callable[[Any], Any]:
         suppress_health_check=list(hypothesis.HealthCheck),
     )
     given = hypothesis.given(
-        counted_ops=st.integers(1, tu.NUM_DEVICES).flatmap(
-            lambda count: st.tuples(st.just(count), ops(count))
-        ),
+        counted_ops=st.integers(1, tu.NUM_DEVICES).flatmap(lambda n: st.tuples(st.just(n), ops(n))),
         reduce_op=st.sampled_from([SUM, MEAN]),
         batch=st.lists(values(), min_size=1, max_size=5),
         options=OPTIONS,

@@ -46,11 +46,9 @@ class StrategyTest(kt.TrainingTestCase):
         self.assertGreater(spy.call_count, 0)
 
     @parameterized.parameters(
-        (*CLASSES[0], tf.function, directly),
-        (*CLASSES[1], directly, directly),
-        (*CLASSES[0], directly, compiled),
-        (*CLASSES[1], tf.function, compiled),
-    )
+        (*CLASSES[0], tf.function, directly), (*CLASSES[1], directly, directly),
+        (*CLASSES[0], directly, compiled), (*CLASSES[1], tf.function, compiled),
+    )  # fmt: skip
     def test_all_reduces_nested_structures(self, make, count, in_mode, in_replica_mode):
         ops, strategy = made(make, count)
         dtypes = (tf.float32, tf.float16, tf.int64, tf.complex64, tf.float32)

@@ -77,9 +77,8 @@ class RunningSumTest(tf.test.TestCase, parameterized.TestCase):
         (lambda **kw: tfcdo.ReductionToOneDevice("/cpu:7", **kw), 2, SUM, 1, "float16"),
     )
     def test_stays_within_one_rounding(self, make, count, reduce_op, depth, wire_dtype):
-        training = Training(
-            make(wire_dtype=wire_dtype, error_feedback=True), count, (3,), reduce_op
-        )
+        ops = make(wire_dtype=wire_dtype, error_feedback=True)
+        training = Training(ops, count, (3,), reduce_op)
         for seed in range(4):
             generator = np.random.default_rng(seed)
             shape = (generator.integers(1, 13), count, 3)

@@ -450,10 +450,8 @@ class StatusTest(tf.test.TestCase, parameterized.TestCase):
         session = mock.Mock()
         session.cluster.tasks = [mock.Mock(device_prefix="/job:localhost/replica:0/task:0")] * 2
         session.cluster.index = 0
-        network = between.Network(session, "nccl", tu.device_names(2), preset("pcie", 2))
-        ops = tfcdo.NcclAllReduce()._between(
-            network, decide.BetweenHosts(exchange=Cast("bfloat16"))
-        )
+        net = between.Network(session, "nccl", tu.device_names(2), preset("pcie", 2))
+        ops = tfcdo.NcclAllReduce()._between(net, decide.BetweenHosts(exchange=Cast("bfloat16")))
         with tu.kernels_for("CPU"):
             self.assertIn("leave exchange out", ops.explain([[3]]).reason)
 

@@ -42,9 +42,7 @@ class DestinationsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
             (tu.place(tf.constant(1), "/cpu:6"), 6),
             (tu.place(rows(None), "/cpu:4"), 4),
             (tu.variables(1.0, 5)[4], 4),
-            (mirrored, 1, 3),
-            (on_read, 1, 3),
-            ("/cpu:3", 3),
+            *((mirrored, 1, 3), (on_read, 1, 3), ("/cpu:3", 3)),
         ):
             for call in (lambda to: OPS.reduce(SUM, 2.0, to), lambda to: OPS.broadcast(2.0, to)):
                 with tf.device("/cpu:5"):

@@ -115,11 +115,9 @@ class _Case:
         """Four tables together: of three dtypes, and one of fewer bytes than its rows."""
         kinds = [
             # The table's rows, the shape of a row, dtypes, and each replica's number of rows.
-            (9, (2,), tf.float32, tf.int64, 1),
-            (4, (), tf.float32, tf.int32, 1),
-            (9, (1, 3), tf.bfloat16, tf.int64, 1),
-            (3, (2,), tf.int64, tf.int64, 7),
-        ]
+            (9, (2,), tf.float32, tf.int64, 1), (4, (), tf.float32, tf.int32, 1),
+            (9, (1, 3), tf.bfloat16, tf.int64, 1), (3, (2,), tf.int64, tf.int64, 7),
+        ]  # fmt: skip
 
         def slices(replica: int, kind: Any) -> tf.IndexedSlices:
             # The first replica has no rows, all others the row of index 1.
