@@ -231,7 +231,7 @@ class LossesTest(kt.TrainingTestCase):
         def layers() -> list[Any]:
             l2 = keras.regularizers.L2(0.1) if divides else None
             meeting = keras.layers.BatchNormalization(synchronized=True)
-            dense = keras.layers.Dense(4, activity_regularizer=l2)
+            dense = keras.layers.Dense(4, kernel_regularizer=keras.ops.abs, activity_regularizer=l2)
             return [dense, Endpoint(), meeting, keras.layers.Dense(1)]
 
         def make(on_one_device: bool) -> keras.Model:

@@ -192,7 +192,9 @@ def regularized(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
     here = step.current_several()
     found: list[Any] = own(layer)
-    if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
+    if here is not None and step.now.scales_losses:  # A vector has no losses of examples.
+        return [tf.reduce_sum(one) if _rank(one) else one for one in found]
+    if here is not None and found and step.now.method == "fit":
         log.warn_once(
             "a train_step or compute_loss reads the losses of a layer: regularizers' losses are "
             f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
