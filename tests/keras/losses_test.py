@@ -83,9 +83,8 @@ class LossesTest(kt.TrainingTestCase):
             layers = [*kt.dense_layers(), Activity()]
             used = Own(reduction=reduction) if reduction else loss
             sgd = keras.optimizers.SGD(0.01 if reduction == "sum" else 0.1)
-            model = kt.model_of(lambda: layers, sgd, run_eagerly, used)
-            self.metric = model.metric = keras.metrics.Mean("metric")
-            return model
+            self.metric = layers[-1].metric = keras.metrics.Mean("metric")
+            return kt.model_of(lambda: layers, sgd, run_eagerly, used)
 
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
