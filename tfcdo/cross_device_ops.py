@@ -143,9 +143,7 @@ class ReductionToOneDevice(ConfiguredCrossDeviceOps):
                 f"got {accumulation_fn!r}"
             )
         super().__init__(
-            Options("one_device", one_device=True, **chosen),
-            accumulation_fn,
-            reduce_to_device,
+            Options("one_device", one_device=True, **chosen), accumulation_fn, reduce_to_device
         )
         self._arguments = {"reduce_to_device": reduce_to_device, "accumulation_fn": accumulation_fn}
 
@@ -264,11 +262,7 @@ class NcclAllReduce(AllReduceCrossDeviceOps):
     """
 
     def __init__(
-        self,
-        num_packs: int = 1,
-        *,
-        require_nccl: bool = False,
-        **common: Unpack[AllReduceOptions],
+        self, num_packs: int = 1, *, require_nccl: bool = False, **common: Unpack[AllReduceOptions]
     ) -> None:
         _check_names(self, common, AllReduceOptions)
         num_packs = check_count("num_packs", num_packs)
@@ -302,11 +296,7 @@ class HierarchicalCopyAllReduce(AllReduceCrossDeviceOps):
       ...     ["/cpu:0"], cross_device_ops=HierarchicalCopyAllReduce(num_packs=2))
     """
 
-    def __init__(
-        self,
-        num_packs: int = 1,
-        **common: Unpack[AllReduceOptions],
-    ) -> None:
+    def __init__(self, num_packs: int = 1, **common: Unpack[AllReduceOptions]) -> None:
         _check_names(self, common, AllReduceOptions)
         num_packs = check_count("num_packs", num_packs)
         super().__init__("hierarchical_copy", num_packs, **common)

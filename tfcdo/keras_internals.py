@@ -121,6 +121,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
+    (PyDatasetAdapter, "get_tf_dataset", ("self",)),
     (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
     *(

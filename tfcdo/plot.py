@@ -157,11 +157,7 @@ def _name_packs(packs: Sequence[int]) -> str:
 
 
 def _draw_tree(
-    axes: Axes,
-    tree: CopyTree,
-    topology: Topology,
-    positions: Positions,
-    color: Color,
+    axes: Axes, tree: CopyTree, topology: Topology, positions: Positions, color: Color
 ) -> None:
     graph = nx.DiGraph()
     graph.add_nodes_from(range(tree.num_devices))

@@ -136,8 +136,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
       shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
       synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
-        each of its first three steps, and raises a RuntimeError if hosts differ. Own loops are
-        not checked.
+        each of its first three steps, and the first of each epoch, and raises a RuntimeError if
+        hosts differ. Own loops are not checked.
 
     Raises:
       ValueError: if TF_CONFIG or the cluster resolver contradicts itself or this machine, or
@@ -341,9 +341,7 @@ def is_chief() -> bool:
     if isinstance(strategy, tf.distribute.MultiWorkerMirroredStrategy):
         return bool(strategy.extended.should_checkpoint)
     joined = session.current()
-    if joined is not None:
-        return joined.cluster.is_chief
-    cluster = config.from_tf_config()
+    cluster = config.from_tf_config() if joined is None else joined.cluster
     return cluster is None or cluster.is_chief
 
 

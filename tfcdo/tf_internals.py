@@ -228,9 +228,18 @@ def inputs_of(dataset: tf.data.Dataset) -> list[tf.data.Dataset]:
     return list(dataset._inputs())
 
 
-def seeds_of(dataset: tf.data.Dataset) -> list[tuple[int, int]]:
-    """Returns the seeds of a dataset's own random order; two zeros are no seed."""
-    return [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
+def seeds_of(dataset: tf.data.Dataset) -> list[Any]:
+    """Returns what a dataset's own order follows: two seeds, zeros for none; hashes of its values.
+
+    Those are the first ones of its arrays, and the number of its shard.
+    """
+    seeds = [(int(dataset._seed), int(dataset._seed2))] if hasattr(dataset, "_seed2") else []
+    if dataset.options().deterministic is False or getattr(dataset, "_deterministic", 0) == "false":
+        seeds = [(0, 0)]
+    own = filter(tf.is_tensor, [*getattr(dataset, "_tensors", ()), getattr(dataset, "_index", 0)])
+    first = [tf.reshape(one, [-1])[:1000] for one in own if one.dtype != tf.variant]
+    as_text = map(tf.io.serialize_tensor, first)
+    return [*seeds, *(int(tf.strings.to_hash_bucket_fast(text, 2**62)) for text in as_text)]
 
 
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:

@@ -116,11 +116,12 @@ class ComparisonTest(kt.TrainingTestCase):
     def test_names_variable_replica_and_difference(self):
         make = functools.partial(ko.SGD, 0.1, momentum=0.5, gradient_accumulation_steps=2)
         model = kt.trained_eagerly(3, make, steps=1)
+        model.trainable_variables[0].trainable = False  # Frozen ones are compared, too.
         comparison = models.WeightComparison(model)
         # Variables of a replica's own are left out.
         self.assertNotAllClose(*model.optimizer._accumulated_gradients[0].value.values[:2])
         self.assertIsNone(comparison.difference())
-        for variable, replica in (("kernel", 2), ("bias_momentum", 1)):
+        for variable, replica in (("kernel", 2), ("bias", 2), ("bias_momentum", 1)):
             _break(model, variable, replica)
             self.assertRegex(
                 str(comparison.difference()),
@@ -162,8 +163,8 @@ class ComparisonTest(kt.TrainingTestCase):
 
 
 class FitTest(kt.TrainingTestCase):
-    @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True))
-    def test_the_first_executions(self, steps_per_execution, step, is_found):
+    @parameterized.parameters((1, 3, True), (1, 4, False), (2, 6, True), (1, 4, True, 2))
+    def test_the_first_executions(self, steps_per_execution, step, is_found, epochs=1):
         strategy = kt.strategy_of(2)
         strategy.extended.checks_in_sync = True
         with strategy.scope():
@@ -174,11 +175,11 @@ class FitTest(kt.TrainingTestCase):
             if batch + 1 == step - steps_per_execution:
                 _break(model, "kernel", 1)
 
-        number = step // steps_per_execution
+        number = step // steps_per_execution + epochs - 1
         found = rf"^after execution {number} of the train step, replica 1 .*check_in_sync=False"
         with self.assertRaisesRegex(RuntimeError, found) if is_found else contextlib.nullcontext():
             breaking = keras.callbacks.LambdaCallback(on_train_batch_end=at)
-            model.fit(*kt.dense_data(step * kt.BATCH), kt.BATCH, callbacks=[breaking], verbose=0)
+            model.fit(*kt.dense_data(step * kt.BATCH), kt.BATCH, epochs, 0, callbacks=[breaking])
 
 
 class DigestTest(tf.test.TestCase, parameterized.TestCase):

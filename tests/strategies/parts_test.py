@@ -13,11 +13,11 @@ import testing_utils as tu
 from absl.testing import parameterized
 from keras_training import dense_data, dense_layers, model_of, strategy_of
 
-from tfcdo import log
+from tfcdo import keras_internals, log
 from tfcdo.cluster import protocol
 from tfcdo.training import parts
 
-_Dataset = tf.data.Dataset
+_Dataset, _of_python = tf.data.Dataset, keras_internals.PyDatasetAdapter
 _POLICY = tf.data.experimental.AutoShardPolicy
 
 
@@ -152,6 +152,10 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("indices", True, lambda: _Dataset.range(1).map(lambda _: tf.random.shuffle(tf.range(9)))),
         # Keras gives such a seed to datasets from directories, a number from numpy.
         ("seed_of_this_host", True, lambda: _Dataset.range(4).shuffle(4, seed=5), True),
+        ("array_of_this_host", True, lambda: _Dataset.from_tensor_slices(["a"]), True),
+        ("shard_of_this_host", True, lambda: _Dataset.range(4).shard(2, 1), True),
+        ("unordered", True, lambda: _Dataset.range(4).map(abs, 2, deterministic=False)),
+        ("cut_files", True, lambda: _with_policy(_lines([__file__]).shuffle(4), _POLICY.DATA)),
         ("no_shuffle", False, lambda: _Dataset.range(4).batch(2)),
         ("seed", False, lambda: _Dataset.range(4).shuffle(4, seed=0)),
         ("global_seed", False, lambda: _Dataset.range(4).shuffle(4), False, 3),
@@ -162,12 +166,16 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_orders_that_may_differ(self, expected, make, seeds_differ=False, global_seed=None):
         def differing(_, text):
-            return {1: json.dumps([json.loads(text)[0], []])} if seeds_differ else {}
+            other = json.dumps([json.loads(text)[0], []])
+            return {1: other} if seeds_differ and other != text else {}
 
         tf.random.set_seed(global_seed)  # tf.test.TestCase has set one.
         with mock.patch.object(log, "warn_once") as warn:
             parts.prepared(make(), mock.Mock(differing=differing))
         self.assertEqual(expected, warn.called)
+        strategy_of(2)  # With it comes what stands before Keras's functions.
+        of_python = (_of_python(_Counted(), None, on).get_tf_dataset() for on in (False, True))
+        self.assertEqual([0, 1], [len([*parts.seeds(one)]) for one in of_python])
 
     @parameterized.parameters(
         (12, 3, "batch_size, element 0 of 1: 2 on host 0, 3 on host 1"),

@@ -18,10 +18,7 @@ from tfcdo.exchange.protocol import Peers
 # its block, which is sent as 127.
 ROUNDOFF = {"bfloat16": 2.0**-8, "float16": 2.0**-11, "int8": (1 + 2.0**-13) / 254}
 # How to find the power of two in a float: the integer to read its bits as, and its exponent's bits.
-_EXPONENT_BITS = {
-    tf.float32: (tf.int32, 0x7F800000),
-    tf.float64: (tf.int64, 0x7FF0000000000000),
-}
+_EXPONENT_BITS = {tf.float32: (tf.int32, 0x7F800000), tf.float64: (tf.int64, 0x7FF0000000000000)}
 
 
 def sum_of_shares(

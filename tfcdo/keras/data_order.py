@@ -128,9 +128,7 @@ def why_not(epoch_iterator: Any, orders: Sequence[Order] = ()) -> str | None:
         if tf_internals.is_reshuffled(dataset):
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
         elif (0, 0) in parts.seeds(dataset):
-            reason = "it is shuffled without a seed, so each process has another order"
-        elif dataset.options().deterministic is False:
-            reason = "its options have deterministic=False"
+            reason = "it is shuffled without a seed, or has deterministic=False"
     left = [keras_internals.dataset_of(epoch_iterator)] if orders else []
     while left:
         if not hasattr(dataset := left.pop(), _ORDER):

@@ -108,10 +108,7 @@ def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
 
 
 def _supervise(
-    job: Job,
-    specs: Sequence[WorkerSpec],
-    processes: Sequence[Process],
-    events: Events,
+    job: Job, specs: Sequence[WorkerSpec], processes: Sequence[Process], events: Events
 ) -> protocol.Result:
     """Waits for the workers of one run, and does what the protocol asks for."""
     leave = max(_LEAVE_SECONDS, job.grace_seconds)

@@ -76,10 +76,7 @@ def resized(plan: Plan, num_bytes: int) -> Plan:
 
 
 def make_plan(
-    algorithm: Algorithm,
-    topology: Topology,
-    num_bytes: int,
-    num_packs: int | None = None,
+    algorithm: Algorithm, topology: Topology, num_bytes: int, num_packs: int | None = None
 ) -> Plan:
     """Plans how an algorithm all-reduces some data on a machine.
 

@@ -85,9 +85,7 @@ def belongs_to_tfcdo(event: Event) -> bool:
 
 
 def find(
-    events: Sequence[Event],
-    planned: Sequence[Planned],
-    steps: Sequence[tuple[float, float]] = (),
+    events: Sequence[Event], planned: Sequence[Planned], steps: Sequence[tuple[float, float]] = ()
 ) -> list[EdgeRun]:
     """Finds copies and additions; in different steps a scope may have different plans."""
     runs = [*_additions(events), *_copies(events, planned, steps)]

@@ -343,8 +343,7 @@ class ReplicaExtended:
         # Arguments of a traced function have no device yet.
         if isinstance(destinations, (str, tf_internals.DistributedValues)):
             return destinations
-        known = request.known_device(destinations)
-        return destinations if known else self.worker_devices[0]
+        return destinations if request.known_device(destinations) else self.worker_devices[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]

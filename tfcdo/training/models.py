@@ -19,7 +19,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.rounding import ROUNDOFF
-from tfcdo.training import diloco, draws, jit, losses, statistics, step, updates
+from tfcdo.training import diloco, draws, jit, losses, parts, statistics, step, updates
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -67,6 +67,7 @@ def install() -> None:
     extend(trainer, "_make_function", keras_internals.mark_step)
     extend(trainer, "_maybe_symbolic_build", _symbolic_build)
     extend(trainer, "fit", _fit)
+    extend(keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset)
     extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)
     for name in ("train_on_batch", "test_on_batch"):
         extend(trainer, name, _on_batch)
@@ -255,6 +256,7 @@ def _with_other_hosts(
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
+    known["class_weight"] = str(sorted((call.arguments.get("class_weight") or {}).items()))
     for name in ("x", "y"):
         values = tf.nest.flatten(call.arguments.get(name))
         known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
@@ -292,6 +294,8 @@ def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
     # Where training has resumed, and an epoch has no batch, Keras still has the last batch's.
     logs = logs or getattr(model.train_function, "logs", logs)
     strategy, found = model.distribute_strategy, own(model, logs)
+    if isinstance(model.train_function, CheckedFunction):
+        model.train_function.begins = True
     several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
     # Else Keras has read the metrics, of all replicas.
     are_of_step = found is logs and isinstance(logs, dict)
@@ -420,10 +424,10 @@ class WeightComparison:
 
     def __init__(self, model: Any) -> None:
         self._strategy = model.distribute_strategy
-        variables = [*model.trainable_variables, *_of_optimizers(model)]
-        self._variables = [  # All replicas hold the same numbers of these.
+        made = (one for one in model.variables if keras_internals.value_of(one).trainable)
+        self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.
             variable
-            for variable in variables
+            for variable in [*made, *_of_optimizers(model)]
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
@@ -503,19 +507,20 @@ class WeightComparison:
 
 
 class CheckedFunction:
-    """A model's train function, whose first calls in each `fit` also compare all replicas."""
+    """A model's train function, which compares all replicas as a `fit`, or an epoch, begins."""
 
     def __init__(self, function: Function, model: Any) -> None:
         self._function, self._model = function, model
         self._comparison: WeightComparison | None = None
-        self.calls = 0  # In this `fit`.
+        self.calls, self.begins = 0, True  # In this `fit`; whether this is an epoch's first.
 
     def __call__(self, *args: Any) -> Any:
         """Calls it, and returns its logs."""
         logs = self._function(*args)
-        if self.calls == _FIRST_CALLS:
-            return logs
         self.calls += 1
+        if self.calls > _FIRST_CALLS and not self.begins:
+            return logs
+        self.begins = False
         if self._comparison is None:  # The optimizer has its variables now.
             self._comparison = WeightComparison(self._model)
         difference = self._comparison.difference()

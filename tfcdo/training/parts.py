@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import functools
 import json
-from collections.abc import Iterator, Sequence
+import random
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -36,7 +37,8 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
             "a dataset without elements is distributed; Keras's fit and evaluate end with "
             "StopIteration where one device trains nothing"
         )
-    if session is not None:
+    # Elsewhere TensorFlow deals out files, or each host has data of its own.
+    if session is not None and is_cut_here(dataset, True, 2):
         _check_alike(dataset, session)
     python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
     return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
@@ -214,10 +216,6 @@ def _copies(values: Any) -> Any:
 def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
     """Raises an error if hosts take their parts of unlike batches; warns of unlike orders."""
     parts = list(made_from(dataset))
-    policy = dataset.options().experimental_distribute.auto_shard_policy
-    # TensorFlow deals out the files, if there are any, before all else.
-    if policy == _POLICY.OFF or any(map(_reads_files, parts)):
-        return
     specs = tf.nest.flatten(dataset.element_spec)
     kind = protocol.digest({"elements": [str(getattr(one, "shape", [0])[1:]) for one in specs]})
     orders = [seed for part in parts for seed in seeds(part)]
@@ -237,14 +235,14 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
                 f"{details}"
             )
     if (0, 0) in orders:
-        how = "without a seed"
+        how = "is shuffled without a seed, or has deterministic=False"
     elif unlike:
-        how = "with other seeds than on another host"
+        how = "is shuffled with other seeds than on another host, or has other examples there"
     else:
         return
     log.warn_once(
-        f"a dataset is shuffled {how}: each host draws another order and takes its part of it, so "
-        "an epoch has some examples twice and others not at all; call "
+        f"a dataset {how}: each host takes its part of another order, so an epoch has some "
+        "examples twice and others not at all; give all hosts all of the data, call "
         "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, give "
         "shuffle(), or whatever shuffles, the same seed on all hosts, or use "
         "tfcdo.keras.resumable_dataset"
@@ -256,8 +254,15 @@ def _reads_files(dataset: tf.data.Dataset) -> bool:
     return any(reader in kind for kind in kinds for reader in _READERS)
 
 
-def seeds(dataset: tf.data.Dataset) -> Iterator[tuple[int, int]]:
-    """Yields the seeds of a dataset's random orders; two zeros are no seed."""
+def of_py_dataset(own: Callable[[Any], Any], adapter: Any) -> Any:
+    """Stands for `get_tf_dataset` of a PyDataset, which Keras shuffles by Python's `random`."""
+    dataset = own(adapter)
+    setattr(dataset, SEEDS, [hash(random.getstate()[1])] if adapter.shuffle else [])
+    return dataset
+
+
+def seeds(dataset: tf.data.Dataset) -> Iterator[Any]:
+    """Yields what a dataset's order follows, such as seeds; two zeros are no seed."""
     # `shuffle` and the choices of `sample_from_datasets`; Keras shuffles the indices of arrays.
     yield from tf_internals.seeds_of(dataset)
     yield from getattr(dataset, SEEDS, ())

@@ -194,7 +194,9 @@ def slice_rows(value: Any, begin: Any, rows: Any) -> Any:
         return value[begin : begin + rows]
     others = value.dense_shape[1:]
     first = tf.concat([[tf.cast(begin, tf.int64)], tf.zeros_like(others)], 0)
-    return tf.sparse.slice(value, first, tf.concat([[tf.cast(rows, tf.int64)], others], 0))
+    part = tf.sparse.slice(value, first, tf.concat([[tf.cast(rows, tf.int64)], others], 0))
+    part.set_shape([None, *value.shape[1:]])  # `tf.sparse.slice` may lose it.
+    return part
 
 
 def _can_be_zero(rows: Any) -> bool:
