@@ -129,13 +129,14 @@ class DrawsTest(TrainingTestCase):
 
         class Noise(kl.Layer):
             def build(self, _: Any) -> None:
-                self.seed = keras.random.SeedGenerator(3)
+                self.seed, self.w = keras.random.SeedGenerator(3), self.add_weight([24, _WIDTH])
 
             def call(self, inputs: Any) -> Any:
                 shape, chances, seed = tf.shape(inputs), tf.sigmoid(inputs), self.seed
                 counts = keras.random.binomial((shape[0], _STEPS, _WIDTH), 5, chances, seed=seed)
                 masks = keras.random.uniform(shape[:2], seed=seed)[..., tf.newaxis]
                 noise = keras.random.normal((shape[0], 1, 1), seed=seed)
+                noise += keras.ops.mean(keras.random.dropout(self.w, 0.4, seed=seed), 0)
                 rows, steps = (tf.size(tf.where(n < 9)) for n in (inputs[:, 0, 0], inputs[0, :, 0]))
                 noise += keras.random.normal((rows, 1, 1), seed=seed)
                 noise += keras.random.normal((steps, 1), seed=seed)

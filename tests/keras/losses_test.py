@@ -66,10 +66,12 @@ class LossesTest(kt.TrainingTestCase):
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.square(inputs)))
                 # Keras sums a loss of each example, as in its example of a reader of captchas.
                 self.add_loss(0.1 * keras.ops.mean(keras.ops.cos(inputs), -1, keepdims=True))
+                self.add_loss(0.1 * keras.ops.mean(keras.ops.sin(inputs), 0))  # Of each unit.
                 return inputs
 
         def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             squares = keras.ops.square(targets - outputs)
+            self.metric.update_state(keras.ops.mean(squares))
             return keras.ops.sum(squares) if reduction == "sum" else keras.ops.mean(squares)
 
         class Own(keras.losses.Loss):
@@ -81,6 +83,7 @@ class LossesTest(kt.TrainingTestCase):
             layers = [*kt.dense_layers(), Activity()]
             used = Own(reduction=reduction) if reduction else loss
             sgd = keras.optimizers.SGD(0.01 if reduction == "sum" else 0.1)
+            self.metric = layers[-1].metric = keras.metrics.Mean("metric")
             return kt.model_of(lambda: layers, sgd, run_eagerly, used)
 
         data = kt.dense_data(17)
@@ -139,15 +142,17 @@ class LossesTest(kt.TrainingTestCase):
         for kind in (keras.Sequential, distiller)[: 1 + hasattr(keras, "distillation")]:  # 3.12
             self.check_as_on_one_device(functools.partial(make, kind=kind), *data, **options)
 
-    def test_a_number_and_the_weight_of_one_example(self):
+    @parameterized.parameters(("mean_with_sample_weight", np.arange(1.0, 7)), (None, None))
+    def test_a_number_and_the_weight_of_one_example(self, reduction, weights):
         """Run eagerly: Keras makes a vector of number and weights, but of one weight a number."""
 
         class Own(keras.losses.Loss):
             def call(self, targets: Any, outputs: Any) -> tf.Tensor:
-                return keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
+                number = keras.losses.MeanAbsoluteError()(targets, outputs)
+                return number + keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
 
-        loss = Own(reduction="mean_with_sample_weight")
-        options: dict[str, Any] = {"sample_weight": np.arange(1.0, 7), "batch_size": 3}
+        loss = Own(reduction=reduction)
+        options: dict[str, Any] = {"sample_weight": weights, "batch_size": 3}
         self.check_as_on_one_device(
             lambda _: kt.model_of(kt.dense_layers, "sgd", loss=loss), *kt.dense_data(6), **options
         )
@@ -225,7 +230,7 @@ class LossesTest(kt.TrainingTestCase):
         def layers() -> list[Any]:
             l2 = keras.regularizers.L2(0.1) if divides else None
             meeting = keras.layers.BatchNormalization(synchronized=True)
-            dense = keras.layers.Dense(4, activity_regularizer=l2)
+            dense = keras.layers.Dense(4, kernel_regularizer=keras.ops.abs, activity_regularizer=l2)
             return [dense, Endpoint(), meeting, keras.layers.Dense(1)]
 
         def make(on_one_device: bool) -> keras.Model:

@@ -48,7 +48,8 @@ def dropout(
     is_of_rows = noise_shape is None or noise_shape[0] is None
     first = inputs.shape[0] if is_of_rows else _first(noise_shape)
     here = _step_of_rows(first, multiples=True)
-    if here is None or rate in (0.0, 1.0):
+    # A weight's rows are no examples, also if their number is a multiple.
+    if here is None or rate in (0.0, 1.0) or isinstance(inputs, keras.Variable):
         return own(inputs, rate, noise_shape, seed)
     if noise_shape is not None:
         known = tf.shape(inputs)

@@ -19,6 +19,7 @@ from tfcdo.execute.numerics import Gradient
 from tfcdo.training import step
 
 Function = Callable[..., Any]
+_NONE = (None, "none")  # Keras's reductions that leave a loss as it is.
 
 
 def scaled(own: Function, value: Any) -> Any:
@@ -76,7 +77,7 @@ def _scaled(loss: Any, *args: Any) -> Any:
 def _of_means(here: step.ReplicaStep, reduction: Any, loss: Function, *args: Any, **kw: Any) -> Any:
     """Returns this replica's part of a loss that may add a mean of its own to losses of Keras."""
     inner = None if reduction == "sum" else functools.partial(_mean_of, here)
-    with step.changed(of_inner=inner):
+    with step.changed(of_inner=inner, reports=False):
         value = loss(*args, **kw)
     if tf.convert_to_tensor(value).shape.rank:
         return value
@@ -106,7 +107,8 @@ def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: An
     here = step.current_several()
     if here is None:
         return own(loss, y_true, y_pred, sample_weight)
-    with step.changed(of_inner=_of_inner(here, y_pred, sample_weight, loss.reduction)):
+    inner = _of_inner(here, y_pred, sample_weight, loss.reduction)
+    with step.changed(of_inner=inner, reports=False):  # A loss may update metrics of its own.
         part = own(loss, y_true, y_pred, sample_weight)
     return here.of_inner(part) if here.of_inner and id(part) in here.losses else part
 
@@ -124,7 +126,7 @@ def _of_inner(here: step.ReplicaStep, y_pred: Any, sample_weight: Any, reduction
     """Returns what makes a loss's part the number that another loss, which calls it, expects."""
     if sample_weight is not None or keras_internals.has_mask(y_pred):
         return step.summed  # The other one multiplies by this replica's part of all weights.
-    if reduction in (None, "none", "sum"):
+    if reduction == "sum" or (reduction in _NONE and not step.now.scales_losses):
         return None
     return functools.partial(_mean_of, here)
 
@@ -134,7 +136,8 @@ def reduced(
 ) -> Any:
     """Stands for `reduce_values`, which sums or averages the losses of examples."""
     here = step.current_several()
-    if here is None or reduction in (None, "none"):
+    # A number is a mean, also with reduction=None, unless an own loop gets it from a loss.
+    if here is None or (reduction in _NONE and (_rank(values) or not step.now.scales_losses)):
         return own(values, sample_weight, reduction)
     values = here.keep(values)
     if tuple(values.shape) == (0,):  # Keras would return it; other replicas have a number.
@@ -189,7 +192,9 @@ def regularized(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
     here = step.current_several()
     found: list[Any] = own(layer)
-    if here is not None and found and step.now.method == "fit" and not step.now.scales_losses:
+    if here is not None and step.now.scales_losses:  # A vector has no losses of examples.
+        return [tf.reduce_sum(one) if _rank(one) else one for one in found]
+    if here is not None and found and step.now.method == "fit":
         log.warn_once(
             "a train_step or compute_loss reads the losses of a layer: regularizers' losses are "
             f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
@@ -212,7 +217,7 @@ def additional(own: Function, model: Any, loss: Any) -> Any:
     here = step.current_several()
     if here is None:
         return own(model, loss)
-    if loss.shape.rank:  # Keras sums the losses of examples, which then are no mean.
+    if _are_per_row(here, loss):  # Keras sums the losses of examples, which then are no mean.
         return here.loss(tf.reduce_sum(here.keep(loss)))
     # One that a loss function has returned is scaled already.
     return loss if id(loss) in here.losses else own(model, loss)
