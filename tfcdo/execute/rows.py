@@ -166,11 +166,12 @@ def by_lookup(grads: Sequence[Any], examples: int | None, sum_equal: bool) -> li
     found: list[Lookup] = []
     for at, grad in enumerate(grads):
         parts: Sequence[Any] = tf_internals.components(grad)
-        lookups: list[Lookup] = []
-        if not sum_equal and all(map(_is_in_graph, parts)):
-            once = _once([part.indices for part in parts], examples)
-            lookups = _lookups(at, parts, examples) or [Lookup(at, grad, once)]
-        found += lookups or [Lookup(at, grad, None)]
+        if sum_equal or not all(map(_is_in_graph, parts)):
+            found.append(Lookup(at, grad, None))
+        elif lookups := _lookups(at, parts, examples):
+            found += lookups
+        else:
+            found.append(Lookup(at, grad, _once([part.indices for part in parts], examples)))
     return found
 
 

@@ -189,11 +189,12 @@ class BackupAndRestore(Callback):
                 self._restore_again()
             return
         self._logs = {name: value for name, value in (logs or {}).items() if type(value) is float}
+        size = self._orders[0].batch_size if self._orders else 0
         self._progress = dataclasses.replace(
             self._progress,
             batch=self._progress.batch + new,
             batches=self._progress.batches + new,
-            examples=self._progress.examples + new * sum(o.batch_size for o in self._orders[:1]),
+            examples=self._progress.examples + new * size,
         )
         batches, every = self._progress.batches, self.save_freq
         # It reaches or passes a multiple: with `steps_per_execution` several batches are new.

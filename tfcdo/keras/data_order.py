@@ -111,7 +111,7 @@ def begin_at(orders: Sequence[Order], examples: int) -> None:
         order.first.assign(examples * order.batch_size // orders[0].batch_size)
 
 
-def why_not(epoch_iterator: Any, orders: Sequence[Order] = ()) -> str | None:
+def why_not(epoch_iterator: Any, orders: Sequence[Order]) -> str | None:
     """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
     kind = type(epoch_iterator.data_adapter).__name__
     shuffle = keras_internals.is_shuffled(epoch_iterator)

@@ -38,7 +38,7 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
             "StopIteration where one device trains nothing"
         )
     # Elsewhere TensorFlow deals out files, or each host has data of its own.
-    if session is not None and is_cut_here(dataset, True, 2):
+    if session is not None and _is_cut_between_hosts(dataset):
         _check_alike(dataset, session)
     python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
     return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
@@ -52,6 +52,10 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
         # TensorFlow cuts batches that are always full, and that divide, into the same parts.
         rows = _static_rows(dataset.element_spec)
         return rows is None or rows % replicas != 0
+    return _is_cut_between_hosts(dataset)
+
+
+def _is_cut_between_hosts(dataset: tf.data.Dataset) -> bool:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
         return not any(map(_reads_files, made_from(dataset)))
