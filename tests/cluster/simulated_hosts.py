@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -341,11 +342,12 @@ class Process:
             world.check_wait(self, start)
             if world.now - start < news_after:
                 continue
-            failure = store.values.get("failed")
-            verdict, reason = wait.look(world.now - start, lambda f=failure: f, self.mismatch, str)
-            if verdict == "fail":
-                yield from self.set_once("failed", reason or "")
-            if verdict in ("fail", "stop"):
+            told: list[str] = []
+            news = functools.partial(store.values.get, "failed"), self.mismatch
+            reason = wait.look(world.now - start, *news, str, str, told.append)
+            for own in told:
+                yield from self.set_once("failed", own)
+            if reason is not None:
                 raise _GoneError
 
     def wait_for(self, key: str) -> Run:

@@ -87,7 +87,7 @@ class SimulatorTest(parameterized.TestCase):
         self.assertEqual((first.now, first.events), (second.now, second.events))
 
     def test_a_failure_counts_if_another_leaves_after_it(self):
-        run = protocol.Supervision(workers=2, grace=10.0, leave=30.0)
+        run = protocol.Supervision(workers="ab", grace=10.0, leave=30.0)
         run.end(protocol.End(0, status=1, at=0.0), 0.0)
         run.tick(protocol.SETTLE_SECONDS)
         run.end(protocol.End(1, protocol.RESTART_STATUS, at=5.0), 5.0)
@@ -95,7 +95,7 @@ class SimulatorTest(parameterized.TestCase):
 
     @parameterized.parameters((True, 8.3, 0), (False, 0.3, 1))
     def test_the_chief_that_others_follow_leaves_last(self, follows, seconds, blamed):
-        run = protocol.Supervision(workers=3, grace=10.0, leave=30.0)
+        run = protocol.Supervision(workers="abc", grace=10.0, leave=30.0)
         run.end(protocol.End(1, 1, 0.0, follows), 0.0)
         self.assertEqual(seconds, run.deadline)
         run.end(protocol.End(0, 3, 0.25), 0.25)

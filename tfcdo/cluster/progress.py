@@ -62,11 +62,6 @@ class Kind:
     count: int = 0
     since: float = 0.0
 
-    @property
-    def waits(self) -> bool:
-        """Tells whether this host is in a collective."""
-        return self.count % 2 == 1
-
     def place(self, count: int) -> str:
         """Names the collective that a host is in, which has counted this many events."""
         return place(self.description["collectives"], count // 2, protocol.brief(self.description))

@@ -63,23 +63,21 @@ class Watch:
         self._has_written = False
         self.has_failed = False  # Whether an error has ended what this host was doing.
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
 
     def add(self, description: protocol.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives, unless it does already."""
         name = protocol.digest(description)
         with self._lock:
             self._watched.setdefault(name, progress.Kind(name, description, marks))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
+            if self._thread.ident is None:
                 self._thread.start()
                 atexit.register(self.stop)
 
     def stop(self) -> None:
         """Ends the watch."""
         self._end.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        self._thread.join(timeout=5.0)
 
     def go_on(self) -> None:
         """Notes that a host that has caught an error, and goes on, waits in no collective."""
@@ -143,7 +141,7 @@ class Watch:
             count = kind.marks.count()
             if count != kind.count:
                 kind.count, kind.since = count, now
-        waiting = (kind for kind in kinds if kind.waits)
+        waiting = (kind for kind in kinds if kind.count % 2)
         return min(waiting, key=lambda kind: kind.since, default=None)
 
     def _compare(self, now: float) -> None:

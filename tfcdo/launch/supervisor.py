@@ -112,7 +112,8 @@ def _supervise(
 ) -> protocol.Result:
     """Waits for the workers of one run, and does what the protocol asks for."""
     leave = max(_LEAVE_SECONDS, job.grace_seconds)
-    supervision = protocol.Supervision(len(processes), job.grace_seconds, leave)
+    names = [spec.name for spec in specs]
+    supervision = protocol.Supervision(names, job.grace_seconds, leave)
     while supervision.running:
         deadline = supervision.deadline
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -138,8 +139,7 @@ def _supervise(
                 else:
                     process.send(action.number)
             else:
-                said = ", ".join(specs[number].name for number in action.workers)
-                report(action.text.format(said))
+                report(action)
     return supervision.result()
 
 
