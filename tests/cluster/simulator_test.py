@@ -23,7 +23,7 @@ _MUTANTS = {
     "one number for all": ("self._next_number += size", "pass", "have one number|twice"),
     "other programs unnoticed": ("if strange else None", "if False else None", "another program"),
     "failures not heard": ("reason = failure()", "reason = None", "waits for one that has left"),
-    "waits without a time-out": ("if waited >= self._timeout", "if False", "than the time-out"),
+    "waits without a time-out": ("waited >= self._timeout", "False", "than the time-out"),
     "leaving after the first one's step": ("str(max(begun", "str(min(begun", "different decisions"),
     "each host decides alone": (
         "if decision is not None and",

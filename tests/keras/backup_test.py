@@ -212,7 +212,7 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
-    def assert_goes_on(self, make: Any, replicas: int, last: int = 2) -> None:
+    def assert_goes_on(self, make: Any, replicas: int, last: int = 2, tests: Any = None) -> None:
         """Checks that a training that ends after a batch then goes on as undisturbed."""
 
         def fit(*callbacks: Any) -> Any:
@@ -220,8 +220,9 @@ class ExactTest(BackupTestCase):
             keras.utils.set_random_seed(0)
             with strategy_of(replicas).scope():
                 model = make()
-            options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
             data = tf.data.Dataset.zip(tuple(_data().map(lambda *xy, at=i: xy[at]) for i in (0, 1)))
+            options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
+            options |= {"validation_data": tests and data, "validation_steps": tests}
             history = model.fit(data, **options).history
             [optimizer] = tf.nest.flatten(getattr(model, "second", model.optimizer))
             values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
@@ -294,9 +295,9 @@ class ExactTest(BackupTestCase):
 
         self.assert_goes_on(make, replicas, last)
 
-    @parameterized.parameters(1, 2)
-    def test_random_numbers_without_a_seed(self, replicas):
-        self.assert_goes_on(lambda: _model(_Noise()), replicas)
+    @parameterized.parameters((1, 2), (2, 2), (2, 4))
+    def test_random_numbers_without_a_seed(self, *replicas_and_last):
+        self.assert_goes_on(lambda: _model(_Noise()), *replicas_and_last, tests=2)
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
