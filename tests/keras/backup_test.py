@@ -296,8 +296,8 @@ class ExactTest(BackupTestCase):
         self.assert_goes_on(make, replicas, last)
 
     @parameterized.parameters((1, 2), (2, 2), (2, 4))
-    def test_random_numbers_without_a_seed(self, *replicas_and_last):
-        self.assert_goes_on(lambda: _model(_Noise()), *replicas_and_last, tests=2)
+    def test_random_numbers_without_a_seed(self, replicas, last):
+        self.assert_goes_on(lambda: _model(_Noise()), replicas, last, tests=2)
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:

@@ -179,7 +179,8 @@ class Watch:
     def _line(self, waiting: progress.Kind, waited: float) -> str:
         me = self._cluster.name(self._cluster.index)
         late = ", ".join(self._waited_for(waiting)) or "all hosts at once: is the network down?"
-        return f"{waiting.place(waiting.count)} has waited {waited:.0f} s on {me} for {late}"
+        place = waiting.about.place(waiting.count // 2)
+        return f"{place} has waited {waited:.0f} s on {me} for {late}"
 
     def _waited_for(self, waiting: progress.Kind) -> list[str]:
         """Names the hosts that have not entered a collective, and where they wait."""
@@ -194,7 +195,7 @@ class Watch:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
                 continue  # It waits in the same collective, or is ahead.
-            place = theirs.place(count) if theirs else "another collective"
+            place = theirs.about.place(count // 2) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late
 
@@ -267,8 +268,6 @@ def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
     waits = left - np.concatenate([one.entered for _, one in last.values()])
     order = np.argsort(left)[: np.count_nonzero(~np.isnan(left))]
     left, total = left[order], np.cumsum(waits[order])
-    if not len(left):
-        return {}
     # Before that, collectives are missing.
     known_from = max((one.left[0] for _, one in last.values() if one.numbers[0]), default=-np.inf)
     result = {}

@@ -93,9 +93,7 @@ def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
     with job.workers() as specs:
         try:
             for number, spec in enumerate(specs):
-                variables = {**spec.environment, worker.RESTART_COUNT: str(restart)}
-                spec = dataclasses.replace(spec, environment=variables)
-                processes.append(Process(number, spec, job.command, events))
+                processes.append(Process(number, spec, job.command, restart, events))
             return _supervise(job, specs, processes, events)
         finally:
             for process in processes:
@@ -147,7 +145,7 @@ class Process:
     """A worker that runs, behind its guard."""
 
     def __init__(
-        self, number: int, spec: WorkerSpec, command: Sequence[str], events: Events
+        self, number: int, spec: WorkerSpec, command: Sequence[str], restart: int, events: Events
     ) -> None:
         self._number = number
         self._events = events
@@ -164,6 +162,7 @@ class Process:
             env={
                 **os.environ,
                 **spec.environment,
+                worker.RESTART_COUNT: str(restart),
                 worker.FAILURE_FILE: str(self._failure_file),
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",
