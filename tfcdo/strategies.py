@@ -371,6 +371,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     """Does the strategy's work for TensorFlow: devices, variables, and reductions."""
 
     _has_server = False  # Whether the process has one.
+    # TensorFlow's own, which it has for a second strategy and an evaluator, knows no reasons.
+    _enable_check_health = False
 
     def __init__(
         self,
