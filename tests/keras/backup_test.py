@@ -1,6 +1,7 @@
 """Trainings that end somewhere and go on from a backup, compared with undisturbed ones."""
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -378,11 +380,14 @@ class ExactTest(BackupTestCase):
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:
             if batch == 3:
+                held.append(weakref.ref(own._iterator))
                 signal.raise_signal(signal.SIGTERM)
 
         self.addCleanup(preemption._signalled.clear)
-        with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"):
-            _Training(self.backup(), keras.callbacks.LambdaCallback(on_train_batch_begin=at))
+        own, held, ends = self.backup(), [], contextlib.ExitStack()
+        ends.callback(lambda: self.assertIsNone(held[0]()))  # Else Python could wait at its end.
+        with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"), ends:
+            _Training(own, keras.callbacks.LambdaCallback(on_train_batch_begin=at))
         preemption._signalled.clear()
         names = ["epoch-00000-batch-00000004.npz", "progress", "training.json"]
         self.assertEqual(self.names(), names)

@@ -269,6 +269,7 @@ class BackupAndRestore(Callback):
             "host's, will be taken away",
             *self._progress.position,
         )
+        self._iterator = None
         raise SystemExit(protocol.RESTART_STATUS)
 
     def _note_progress(self) -> None:
