@@ -31,12 +31,7 @@ _MUTANTS = {
         "different decisions",
         2550,
     ),
-    "step after notice": (
-        "if not self._is_held:\n            self._begun",
-        "if self.decision is None:\n            self._begun",
-        "different decisions",
-        505,
-    ),
+    "step after notice": ("not self._is_held", "self.decision is None", "different decisions", 505),
     "endless notice": ("NO_STEP if waited", "None if waited", "not answer|has left", 175),
     "nobody waits for the backup": ("all(written)", "True", "a backup that is not there"),
     "each restores its own": ("any(own != newest for own in found)", "False", "lacks the chosen"),
@@ -55,11 +50,7 @@ _MUTANTS = {
         "has lost its folder",
         10_925,
     ),
-    "the first that is seen is blamed": (
-        "key=lambda end: (",
-        "key=lambda end: 0 and (",
-        "survivor",
-    ),
+    "the first that is seen is blamed": ("lambda end: (", "lambda end: 0 and (", "survivor"),
     "nothing is killed": ("workers = tuple(sorted(self.running))", "workers = ()", "hangs", 5420),
     "others are not ended": (
         "return [Send(w, sent) for w in sorted(self.running)",

@@ -380,12 +380,13 @@ class ExactTest(BackupTestCase):
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:
             if batch == 3:
-                held.append(weakref.ref(own._iterator))
+                own.held = weakref.ref(own._iterator)
                 signal.raise_signal(signal.SIGTERM)
 
         self.addCleanup(preemption._signalled.clear)
-        own, held, ends = self.backup(), [], contextlib.ExitStack()
-        ends.callback(lambda: self.assertIsNone(held[0]()))  # Else Python could wait at its end.
+        own: Any = self.backup()
+        ends = contextlib.ExitStack()
+        ends.callback(lambda: self.assertIsNone(own.held()))  # Else Python could wait at its end.
         with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"), ends:
             _Training(own, keras.callbacks.LambdaCallback(on_train_batch_begin=at))
         preemption._signalled.clear()

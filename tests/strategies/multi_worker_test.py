@@ -546,9 +546,7 @@ _OTHERS = ("unlike_correct", "unlike_refused", "explained", "all_values", "funct
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        (2, 2, (*_OTHERS, *_TRAINING)),
-        (3, 1, ("all_values",)),
-        (1, 2, ("another_strategy",)),
+        (2, 2, (*_OTHERS, *_TRAINING)), (3, 1, ("all_values",)), (1, 2, ("another_strategy",))
     )
     def test_as_one_device(self, hosts, devices, names):
         results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)
