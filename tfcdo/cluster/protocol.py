@@ -396,7 +396,13 @@ class Supervision:
                 self._failures.append(event)
             return []
         if event.status == RESTART_STATUS:
-            return self._let_go(event.worker, now)
+            if self._has_left:
+                return []
+            self._has_left = True
+            self.deadline = now + self._leave
+            others = "; waiting for the others" if self.running else ""
+            name = self._names[event.worker]
+            return [f"{name} asks to be started again, after a backup{others}"]
         self._failures.append(event)
         if not self._has_left:
             follow = all(end.follows for end in self._failures)
@@ -437,14 +443,6 @@ class Supervision:
             key=lambda end: (end.status != _KILLED, end.follows, end.at),
             default=None,
         )
-
-    def _let_go(self, worker: int, now: float) -> Actions:
-        if self._has_left:
-            return []
-        self._has_left = True
-        self.deadline = now + self._leave
-        others = "; waiting for the others" if self.running else ""
-        return [f"{self._names[worker]} asks to be started again, after a backup{others}"]
 
     def _settle(self, now: float) -> Actions:
         """Decides which worker has failed, and ends the others."""

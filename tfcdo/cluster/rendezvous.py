@@ -35,7 +35,6 @@ Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.
 
 _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
-_NEXT_LINES = 60.0
 _RETRY = 0.2
 _POLL = 0.1
 # How long each part of a message may take, and how large one may be: strangers can send messages.
@@ -252,4 +251,4 @@ class _Lines:
         now = time.monotonic()
         if now >= self._next:
             logging.warning("tfcdo: %s (%.0f s so far)", message, now - self._start)
-            self._next = now + _NEXT_LINES
+            self._next = now + protocol.LOG_AFTER
