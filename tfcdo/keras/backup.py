@@ -269,7 +269,7 @@ class BackupAndRestore(Callback):
             "host's, will be taken away",
             *self._progress.position,
         )
-        self._iterator = None
+        self._iterator = None  # It ends with `fit`.
         raise SystemExit(protocol.RESTART_STATUS)
 
     def _note_progress(self) -> None:
