@@ -34,7 +34,7 @@ _OF_STEPS = (
     *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
-_FUNCTIONS = {"fit": "train_function", "evaluate": "test_function", "predict": "predict_function"}
+_STEP_OF = {"fit": "train", "evaluate": "test", "predict": "predict"}
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 # Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
@@ -252,7 +252,7 @@ def _with_other_hosts(
     joined = session.current() if several else None
     if joined is None:
         return contextlib.nullcontext()
-    function = getattr(model, _FUNCTIONS[own.__name__])
+    function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
     if isinstance(function, CheckedFunction):  # Weights may have been assigned since the last call.
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
