@@ -76,12 +76,10 @@ class _Command(click.Command):
             for param in self.get_params(ctx)
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx))
         }
-        grouped = {name for names in _GROUPS.values() for name in names}
-        # The option of the help has another name in each version of click.
-        others = tuple(name for name in records if name not in grouped)
-        for group, names in {**_GROUPS, "Other": others}.items():
+        groups = {group: [records.pop(name) for name in names] for group, names in _GROUPS.items()}
+        for group, rows in {**groups, "Other": [*records.values()]}.items():
             with formatter.section(group):
-                formatter.write_dl([records[name] for name in names])
+                formatter.write_dl(rows)
 
 
 def _parse_workers(text: str) -> int:

@@ -1,7 +1,4 @@
-"""Parses options and makes consoles for several sub-commands.
-
-A letter means the same in all commands, and the same as in nccl-tests if it exists there.
-"""
+"""Options and consoles of the commands. A letter means the same in all, as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -147,10 +144,7 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[..., Iterable[Any]]]:
-    """Shows on standard error how far sequences are: bars on a terminal, else lines.
-
-    Each sequence has a bar, and the outermost one has the lines.
-    """
+    """Shows on standard error how far sequences are: bars, or lines for the outermost one."""
     console = make_console(stderr=True)
     # Without refreshes by a thread, which would run in the middle of a measurement.
     with rich_progress.Progress(

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import pathlib
 import re
 import sys
@@ -147,7 +146,7 @@ def plan(
         (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
     )
     if trees_file:
-        importlib.import_module("tfcdo.plot")  # Before time is spent on data for it.
+        from tfcdo import plot  # Before time is spent on data for it.
     console = options.make_console()
     topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
@@ -172,8 +171,6 @@ def plan(
             saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
     if trees_file:
-        from tfcdo import plot
-
         title = f"{chosen.label} on {topology.name}: {size} in {format_seconds(chosen.seconds)}"
         if chosen.bound:
             title += f", {chosen.ratio:.3f} x the bound"
