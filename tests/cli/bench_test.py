@@ -126,6 +126,10 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
     def test_a_wrong_implementation(self, name: str, named: str):
         check_refused(_bench("--ops", name)._replace(output=""), re.escape(named))
 
+    def test_more_than_the_memory_holds(self):
+        result = _bench("-b", "99999G", "-e", "99999G", "-g", "2", "--ops", "tfcdo.AutoAllReduce")
+        self.assertRegex(result.errors, "\ntfcdo: out of memory: Unable to allocate .*\n$")
+
     def test_devices_are_chosen_before_anything_is_constructed(self):
         # As in a process where what was constructed has started TensorFlow with one device.
         error = RuntimeError("TensorFlow has already started with 1")

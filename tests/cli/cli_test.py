@@ -19,8 +19,7 @@ from tfcdo.cli import commands, options
 _ENTRY = """
 import sys
 sys.modules[sys.argv[1]], sys.argv = None, ["tfcdo", *sys.argv[2:]]
-from tfcdo.cli.main import main
-main()
+from tfcdo.cli.main import main; main()
 """
 
 

@@ -26,8 +26,7 @@ import tfcdo
 PAGE = pages.ROOT / "docs" / "compat.md"
 _SERVED = """
 import os
-def run(code):
-    return eval(code)
+def run(code): return eval(code)
 """
 
 

@@ -224,9 +224,7 @@ class SummaryTest(absltest.TestCase):
 
 _SCRIPT = """
 import sys
-import tensorflow as tf
-import testing_utils as tu
-import tfcdo
+import tensorflow as tf, testing_utils as tu, tfcdo
 
 own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
 tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()

@@ -16,7 +16,6 @@ from tfcdo.bench.devices import ChosenDevices
 
 # A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
 _SHAPES = (*[(1024, 1024)] * 12, *[(1024,)] * 12, *[(3, 3, 256, 256)] * 8, *[(256,)] * 40)
-_SEED = 7
 
 
 def run(
@@ -55,7 +54,7 @@ class _Updates:
 
     def __init__(self, strategy: tf.distribute.Strategy, name: str, devices: ChosenDevices) -> None:
         self._strategy, self._devices = strategy, devices
-        generator = np.random.default_rng(_SEED)
+        generator = np.random.default_rng(7)
         with self._strategy.scope():
             self._variables = [
                 keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))

@@ -138,12 +138,15 @@ def bench(
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
     compared = _compared(names, devices, dtype, console)
-    with options.progress() as track:
-        # Sizes below one element are rounded up to it: each workload is measured once.
-        groups = [
-            measure.run(workload, devices, compared, iterations, warmup, track)
-            for workload in track(list(dict.fromkeys(benched)), description="workloads")
-        ]
+    try:
+        with options.progress() as track:
+            # Sizes below one element are rounded up to it: each workload is measured once.
+            groups = [
+                measure.run(workload, devices, compared, iterations, warmup, track)
+                for workload in track(list(dict.fromkeys(benched)), description="workloads")
+            ]
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise click.ClickException(f"out of memory: {worker_pool.first_line(error)}") from error
     for group in groups:
         one = group[0]
         work = "sum" if one.workload == "sweep" else f"sum of {one.workload}'s gradients"

@@ -28,9 +28,6 @@ from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
-_MAX_HOSTS = 1024
-# More packs take more time to simulate than anyone waits.
-_MAX_PACKS = 4096
 _MACHINES = ", ".join((*PRESETS, "here"))
 
 
@@ -89,7 +86,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    options.number(1, _MAX_PACKS),
+    options.number(1, 4096),  # More take more time to simulate than anyone waits.
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(
@@ -103,7 +100,7 @@ def _read(name: str) -> str:
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
-    "--hosts num_hosts", options.number(1, _MAX_HOSTS), "Number of hosts, all like this machine."
+    "--hosts num_hosts", options.number(1, 1024), "Number of hosts, all like this machine."
 )
 @options.option(
     "--network",
