@@ -14,6 +14,8 @@ from tfcdo import tf_internals
 from tfcdo.bench import results
 from tfcdo.bench.devices import ChosenDevices
 
+# The optimizers of Keras, whose `get` does not know all.
+BY_NAME = {name.lower(): one for name, one in vars(keras.optimizers).items()}
 # A convolutional and fully connected mixture of large and small variables: 69 MB in float32.
 _SHAPES = (*[(1024, 1024)] * 12, *[(1024,)] * 12, *[(3, 3, 256, 256)] * 8, *[(256,)] * 40)
 
@@ -60,7 +62,7 @@ class _Updates:
                 keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
                 for shape in _SHAPES
             ]
-            self._optimizer = keras.optimizers.get(name)
+            self._optimizer = BY_NAME[name]()
             self._optimizer.build(self._variables)
         self._function = tf.function(lambda: self._strategy.run(self._on_replica))
         self.first_call = self.step()

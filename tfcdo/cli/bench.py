@@ -126,6 +126,7 @@ def bench(
     if optimizer:
         from tfcdo.bench import updates  # It needs Keras.
 
+        options.refuse((optimizer not in updates.BY_NAME, f"this Keras has no {optimizer}"))
         with options.progress() as track:
             found = updates.run(optimizer, devices, iterations, warmup, track)
         size = format_bytes(found[0].size)
