@@ -157,8 +157,8 @@ class JsonTest(parameterized.TestCase):
     def test_reads_what_it_writes(self, name, num_devices):
         machine = preset(name, num_devices)
         self.assertEqual(Topology.from_json(machine.to_json()), machine)
-        pairs, no = np.array([*ordered_pairs(num_devices)], int).reshape(-1, 2), np.bool_(False)
-        wires = [Route(*pair, [Resource("a", 1)], no, latency=0) for pair in pairs]
+        pairs = np.array([*ordered_pairs(num_devices)], int).reshape(-1, 2)
+        wires = [Route(a, b, [Resource("a", 1)], via_host=a > b, latency=0) for a, b in pairs]
         whole = Topology.from_routes("b", num_devices, wires, addition_bandwidth=np.float32(2))
         self.assertEqual(Topology.from_json(whole.to_json()).fingerprint, whole.fingerprint)
 

@@ -68,8 +68,7 @@ class _Updates:
         self.first_call = self.step()
 
     def _on_replica(self) -> None:
-        replica = tf.distribute.get_replica_context().replica_id_in_sync_group
-        rank = tf.cast(replica, tf.float32)
+        rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
         gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
         self._optimizer.apply(gradients, self._variables)
 
