@@ -83,7 +83,6 @@ def parse_bandwidth(text: str) -> float:
 
 
 SIZE = Parsed("size", parse_size)
-BANDWIDTH = Parsed("bandwidth", parse_bandwidth)
 
 
 def new_file(*suffixes: str) -> Parsed:

@@ -104,7 +104,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--network",
-    options.BANDWIDTH,
+    options.Parsed("bandwidth", options.parse_bandwidth),
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
