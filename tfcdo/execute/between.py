@@ -282,22 +282,15 @@ class Collectives:
 
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective."""
-        with tf.device(device):
-            sent = numerics.as_copied(tensor)
-            common = {
-                "group_size": self.network.num_hosts,
-                "group_key": _group_key(device),
-                "instance_key": next(self._keys),
-                "communication_hint": self.network.hint,
-            }
-            entered = self._marks.mark([sent])
+
+        def send_or_receive(*, input: tf.Tensor, ordering_token: Any, **common: Any) -> tf.Tensor:
+            del ordering_token  # These ops have none.
             if self.network.session.cluster.is_chief:
-                received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
-            else:
-                received = tf.raw_ops.CollectiveBcastRecvV2(
-                    T=sent.dtype, shape=tf.shape(sent), **common
-                )
-            self._marks.mark([received], after=entered)
+                return tf.raw_ops.CollectiveBcastSendV2(input=input, **common)
+            return tf.raw_ops.CollectiveBcastRecvV2(T=input.dtype, shape=tf.shape(input), **common)
+
+        with tf.device(device):
+            [received] = self.emit(send_or_receive, [numerics.as_copied(tensor)], [device])
             return numerics.from_collective(received, tensor.dtype)
 
     def sum(

@@ -10,10 +10,11 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import threading
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -29,7 +30,6 @@ from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 Held = list[Any]
 # An accumulation_fn; gets tensors, and a name for its op.
 Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
-_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,7 +80,11 @@ def reduce_group(
         # The ops wait for each other, so they must run at the same time, not one by one. A
         # concrete function is one even where tf.config.run_functions_eagerly(True) rules.
         values = [list(value) for value in group.values]
-        function = _eager_function(plan, devices, network, residuals)
+        if residuals is None:
+            function = _function(plan, devices, network)
+        else:  # It lives as long as its residuals; all threads get the same one.
+            own = _make_function(plan, devices, network, residuals)
+            function = residuals.functions.setdefault((plan, devices), own)
         results = function.get_concrete_function(values)(values)
         # A function's result is on the device of its last op; TensorFlow may name another.
         results = [
@@ -113,18 +117,6 @@ class Owned:
             arrived = broadcast(plan, here, group.devices)
             results.update(zip(group.positions, arrived, strict=True))
         return [results[position] for position in range(len(values))]
-
-
-def _eager_function(
-    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
-) -> Any:
-    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
-    if residuals is None:
-        return _function(plan, devices, network)
-    with _lock:
-        if (plan, devices) not in residuals.functions:
-            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
-        return residuals.functions[plan, devices]
 
 
 def _make_function(
@@ -278,7 +270,11 @@ def _exchanged(
     initial = exchange.state(spec, plan.hosts)
     variables = {}
     if runtime.residuals is not None:
-        variables = runtime.residuals.state(pack.tree.root, f"pack{index}", initial)
+        make, root_node = runtime.residuals.variable, pack.tree.root
+        variables = {
+            name: make(root_node, f"pack{index}_{name}", functools.partial(np.copy, value))
+            for name, value in initial.items()
+        }
     with tf.device(root):
         state = {
             name: variables[name].read_value() if variables else tf.zeros(value.shape, value.dtype)
@@ -286,12 +282,8 @@ def _exchanged(
         }
         given = [rounding.laid_out(total)]
         if exchange.whole_values:
-            parts = [
-                part
-                for fused, tensor in zip(pack.tensors, total, strict=True)
-                for part in _unfuse(fused, tensor)
-            ]
-            given = [tf.reshape(p, rounding.int64(*s)) for p, s in zip(parts, spec.shapes)]
+            unfused = map(functools.partial(_unfuse, plan), pack.tensors, total)
+            given = [*itertools.chain.from_iterable(unfused)]
     sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
     with tf.device(root):
         for name, variable in variables.items():
@@ -356,8 +348,7 @@ def _reduce_without_tree(
     """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
     pack = plan.packs[index]
     if not plan.over_hosts:
-        codec = _codec(pack, index, runtime)
-        return nccl.reduce_pack(held, devices, codec, pack.root.divide)
+        return nccl.reduce_pack(pack, held, devices, _codec(pack, index, runtime))
     assert runtime.collectives is not None
     dtype = tf.as_dtype(pack.dtype)
     totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
@@ -411,35 +402,31 @@ def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list
         own = [held[node] for held in results]
         with tf.device(device):
             parts: dict[Slice, Any] = {}
-            flat: set[Slice] = set()
             for pack, tensors in zip(plan.packs, own, strict=True):
-                if tensors is None:
-                    continue
-                for fused, tensor in zip(pack.tensors, tensors, strict=True):
-                    parts.update(zip(fused.slices, _unfuse(fused, tensor), strict=True))
-                    if len(fused.slices) > 1 and not fused.stacked:
-                        flat.update(fused.slices)
+                for fused, tensor in zip(pack.tensors, tensors or ()):
+                    parts.update(zip(fused.slices, _unfuse(plan, fused, tensor), strict=True))
             for index, slices in enumerate(plan.slices_of):
-                if slices[0] not in parts:
-                    continue
-                result = parts[slices[0]]
-                if len(slices) > 1 or slices[0] in flat:
-                    shape = plan.values[index].shape
-                    result = _join([parts[part] for part in slices], shape)
-                unpacked[index][node] = result
+                found = [parts[part] for part in slices if part in parts]
+                if len(found) > 1:
+                    found = [_shaped(plan, index, tf.concat(found, 0))]
+                unpacked[index][node] = found[0] if found else None
     return unpacked
 
 
-def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
+def _unfuse(plan: Plan, fused: FusedTensor, tensor: Any) -> list[Any]:
+    """Takes the slices out of a tensor; those that are a whole value have its shape again."""
     if len(fused.slices) == 1:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return _split(tensor, fused.slices)
+    return [
+        _shaped(plan, part.value, own) if len(plan.slices_of[part.value]) == 1 else own
+        for part, own in zip(fused.slices, _split(tensor, fused.slices), strict=True)
+    ]
 
 
-def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
-    """Gives flat parts of a value its shape again; only values of known size are flattened."""
+def _shaped(plan: Plan, index: int, flat: tf.Tensor) -> tf.Tensor:
+    """Gives a value its shape again; only values of known size are flattened."""
+    shape = plan.values[index].shape
     assert shape is not None
-    joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, rounding.int64(*shape))
+    return flat if len(shape) == 1 else tf.reshape(flat, rounding.int64(*shape))

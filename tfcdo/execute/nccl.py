@@ -18,6 +18,7 @@ from tfcdo.execute import numerics
 from tfcdo.execute.copy_trees import PackCodec
 from tfcdo.execute.numerics import JointGradient, on_each
 from tfcdo.execute.request import check_device, check_dtype
+from tfcdo.plan.plan import Pack
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by a name that is unique in this process and in others,
@@ -149,58 +150,32 @@ def _problem_of_physical_devices(
 
 
 def reduce_pack(
+    pack: Pack,
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     codec: PackCodec | None,
-    divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise."""
-    # Encoded values are added in 16 bits, with one scale for all devices.
-    if codec is not None:
-        return _reduce_encoded(held, devices, codec, divide)
-    wide = on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
-    totals = _sum_each(wide, devices)
-    return on_each(
-        devices,
-        lambda sums, own: [
-            numerics.finish(total, divide, tensor.dtype)
-            for total, tensor in zip(sums, own, strict=True)
-        ],
-        totals,
-        held,
-    )
+    """All-reduces a pack: `held[d]` are the tensors of device `d`; the results likewise."""
+    ranks, scales = range(len(devices)), [None] * len(devices)
+    if codec is None:
+        sent = on_each(devices, lambda own: [*map(numerics.upcast, own)], held)
+    else:  # Encoded values are added in 16 bits, with one scale for all devices.
+        carried = on_each(devices, codec.carry, held, ranks)
+        if codec.scaled:
+            largest = _emit(on_each(devices, rounding.largest_magnitude, carried), devices, "max")
+            scale_for = functools.partial(
+                rounding.scale_for, wire=codec.wire, num_terms=len(devices)
+            )
+            scales = on_each(devices, scale_for, largest)
+        sent = on_each(devices, codec.round, carried, ranks, scales)
+    sums = [differentiable_sum(own, tuple(devices)) for own in zip(*sent, strict=True)]
 
+    def finish(scale: tf.Tensor | None, *totals: tf.Tensor) -> list[tf.Tensor]:
+        dtype = tf.as_dtype(pack.dtype)
+        wide = totals if codec is None else [numerics.decode(t, dtype, scale) for t in totals]
+        return [numerics.finish(total, pack.root.divide, dtype) for total in wide]
 
-def _reduce_encoded(
-    held: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
-    codec: PackCodec,
-    divide: int | None,
-) -> list[list[tf.Tensor]]:
-    ranks, wire = range(len(devices)), codec.wire
-    carried = on_each(devices, codec.carry, held, ranks)
-    scales: list[Any] = [None] * len(devices)
-    if codec.scaled:
-        largest = _emit(on_each(devices, rounding.largest_magnitude, carried), devices, "max")
-        scales = on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
-    bits = on_each(devices, codec.round, carried, ranks, scales)
-    return on_each(
-        devices,
-        lambda sums, scale: [
-            numerics.finish(numerics.decode(total, codec.dtype, scale), divide, codec.dtype)
-            for total in sums
-        ],
-        _sum_each(bits, devices),
-        scales,
-    )
-
-
-def _sum_each(
-    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
-) -> list[tuple[tf.Tensor, ...]]:
-    """Sums each tensor of a pack over the devices."""
-    sums = [differentiable_sum(own, tuple(devices)) for own in zip(*held, strict=True)]
-    return list(zip(*sums, strict=True))
+    return on_each(devices, finish, scales, *sums)
 
 
 def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -> list[tf.Tensor]:

@@ -130,20 +130,19 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
     # of their own. Indices outside of the table stay rows, for the optimizer to refuse or to
     # ignore, as TensorFlow has it.
     with tf.device(device):
-        dtype = _index_dtype(parts)
-        indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
-        order = tf.argsort(indices, stable=True)
-        in_order = tf.gather(indices, order)
+        joined = join(parts, device)
+        order = tf.argsort(joined.indices, stable=True)
+        in_order = tf.gather(joined.indices, order)
         # `!=` compares objects in graphs of TensorFlow 1.
         differs = tf.not_equal(in_order[1:], in_order[:-1])
         begins = tf.concat([tf.ones_like(in_order[:1], tf.bool), differs], 0)
         number = tf.cumsum(tf.cast(begins, tf.int32)) - 1
         # Gathering the rows can begin while the indices are sorted.
-        rows = tf.gather(tf.concat([numerics.upcast(part.values) for part in parts], 0), order)
+        rows = tf.gather(numerics.upcast(joined.values), order)
         return tf.IndexedSlices(
             tf.math.segment_sum(rows, number),
             tf.gather(in_order, tf.reshape(tf.where(begins), [-1])),
-            parts[0].dense_shape,
+            joined.dense_shape,
         )
 
 
