@@ -19,8 +19,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo.exchange import rounding
-from tfcdo.execute import numerics
 from tfcdo.execute.feedback import Residuals
+from tfcdo.execute.numerics import with_gradient_of
 from tfcdo.plan.copy_tree import CopyTree
 
 
@@ -108,16 +108,16 @@ class PackCodec:
 
     def encode(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Encodes tensors on the current device, a node's; a scale, if any, comes last."""
-        carried = self.carry(tensors, node)
-        if not self.scaled:
-            return self.round(carried, node, None)
-        scale = rounding.scale_for(rounding.largest_magnitude(carried), self.wire)
-        return [*self.round(carried, node, scale), scale]
+        carried, scale = self.carry(tensors, node), []
+        if self.scaled:
+            scale = [rounding.scale_for(rounding.largest_magnitude(carried), self.wire)]
+        return [*self.round(carried, node, *scale), *scale]
 
     def decode(self, sent: Sequence[tf.Tensor]) -> list[tf.Tensor]:
         """Makes the tensors again, on the current device, of a copy of the result of `encode`."""
+        # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
         encoded, scale = (sent[:-1], sent[-1]) if self.scaled else (sent, None)
-        return [numerics.decode(bits, self.dtype, scale) for bits in encoded]
+        return [with_gradient_of(rounding.decode(b, self.dtype, scale), b) for b in encoded]
 
     def carry(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Tensor]:
         """Adds the rounding errors of the step before, on the current device."""
@@ -126,16 +126,13 @@ class PackCodec:
         errors = self._errors(tensors, node)
         return [tensor + error.read_value() for tensor, error in zip(tensors, errors, strict=True)]
 
-    def round(
-        self, tensors: Sequence[tf.Tensor], node: int, scale: tf.Tensor | None
-    ) -> list[tf.Tensor]:
+    def round(self, tensors: Sequence[tf.Tensor], node: int, *scale: tf.Tensor) -> list[tf.Tensor]:
         """Casts tensors to the wire's dtype, on the current device, and keeps the errors."""
-        sent = [numerics.encode(tensor, self.wire, scale) for tensor in tensors]
+        sent = [with_gradient_of(rounding.encode(t, self.wire, *scale), t) for t in tensors]
         if self.residuals is not None:
-            errors = self._errors(tensors, node)
-            for error, tensor, bits in zip(errors, tensors, sent, strict=True):
-                arrived = numerics.decode(bits, self.dtype, scale)
-                error.assign(rounding.rounding_error(tensor, arrived, error.read_value()))
+            errors, arrived = self._errors(tensors, node), self.decode([*sent, *scale])
+            for error, tensor, rounded in zip(errors, tensors, arrived, strict=True):
+                error.assign(rounding.rounding_error(tensor, rounded, error.read_value()))
         return sent
 
     def _errors(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Variable]:

@@ -204,13 +204,7 @@ def _reduce_pack(
     result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
-    if pack.kind == "rows":
-        return _rows_down(pack, result, held, devices)
-    if pack.to is not None:  # A sum of one value may be on another device.
-        result = copy_trees.copy(result, root)
-    if codec is None:
-        return copy_trees.broadcast_down(tree, result, devices, pack.to)
-    return _encoded_down(pack, codec, result, devices)
+    return _down(pack, codec, result, held, devices)
 
 
 def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
@@ -294,44 +288,32 @@ def _exchanged(
         return [_fuse(fused, by_slice) for fused in pack.tensors]
 
 
-def _encoded_down(
-    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+def _down(
+    pack: Pack, codec: PackCodec | None, result: list[Any], held: Held, devices: Sequence[str]
 ) -> Held:
-    """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
-    tree = pack.tree
+    """Broadcasts a result: all nodes, the root too, get it as it is sent."""
+    tree, nodes = pack.tree, range(len(devices))
     assert tree is not None
-    if pack.to == (tree.root,):
-        return [result if node == tree.root else None for node in range(tree.num_devices)]
-    with tf.device(devices[tree.root]):
-        sent = codec.encode(result, tree.root)
-    arrived: Held = []
-    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
-        if copies is None or (pack.to is not None and node not in pack.to):
-            arrived.append(None)
-            continue
-        # Named like the copy: TensorFlow may leave that out, and then this receives.
-        name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
-        with tf.device(devices[node]), tf.name_scope(name):
-            arrived.append(codec.decode(copies))
-    return arrived
-
-
-def _rows_down(
-    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
-) -> Held:
-    """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
-    tree = pack.tree
-    assert tree is not None
-    sent = rows.to_tensors(result)
-    if pack.to is not None:  # One replica's rows may be on another device, as in `_reduce_pack`.
+    sent = rows.to_tensors(result) if pack.kind == "rows" else result
+    if codec is not None:
+        if pack.to == (tree.root,):
+            return [result if node == tree.root else None for node in nodes]
+        with tf.device(devices[tree.root]):
+            sent = codec.encode(result, tree.root)
+    elif pack.to is not None:  # One replica's value, or rows, may be on another device.
         sent = copy_trees.copy(sent, devices[tree.root])
-    arrived: Held = []
-    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
-        if copies is None:
-            arrived.append(None)
-        else:
+    arrived: Held = [None] * len(devices)
+    copies = copy_trees.broadcast_down(tree, sent, devices, pack.to)
+    for node in nodes if pack.to is None else pack.to:
+        arrived[node] = copies[node]
+        if pack.kind == "rows":  # `dense_shape` stays the one that a device itself gave.
             own = held[node] or [_with_shape_on(part, devices[node]) for part in result]
-            arrived.append(rows.from_tensors(copies, own))
+            arrived[node] = rows.from_tensors(copies[node], own)
+        elif codec is not None:
+            # Named like the copy: TensorFlow may leave that out, and then this receives.
+            name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
+            with tf.device(devices[node]), tf.name_scope(name):
+                arrived[node] = codec.decode(copies[node])
     return arrived
 
 

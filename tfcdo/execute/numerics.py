@@ -219,14 +219,3 @@ class JointGradient:
         graph = tf.compat.v1.get_default_graph()
         with graph.colocate_with(None, ignore_existing=True):
             return self._of_results(*upstream)
-
-
-def encode(tensor: tf.Tensor, wire_dtype: str, scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Casts a tensor to the wire's dtype; its gradient passes as it is, in the tensor's dtype."""
-    return with_gradient_of(rounding.encode(tensor, wire_dtype, scale), tensor)
-
-
-def decode(sent: tf.Tensor, dtype: tf.DType, scale: tf.Tensor | None = None) -> tf.Tensor:
-    """Casts a copy of an encoded tensor back to its own dtype; nothing is rounded."""
-    # The gradient of a cast would be cast to the wire's dtype, and several of them added in it.
-    return with_gradient_of(rounding.decode(sent, dtype, scale), sent)
