@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange, identity
-from tfcdo.execute import copy_trees, explain, interpreter, nccl, request
+from tfcdo.execute import device_ops, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
+from tfcdo.execute.device_ops import on_each
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.interpreter import Owned
-from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.algorithms import deal_owners
@@ -169,7 +169,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
         parts = tf.nest.flatten(value, expand_composites=True)
-        copies = [copy_trees.copy(parts, device) for device in devices]
+        copies = [device_ops.copy(parts, device) for device in devices]
         return tf_internals.mirrored(
             [tf.nest.pack_sequence_as(value, each, expand_composites=True) for each in copies]
         )
@@ -244,8 +244,9 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             for index in range(len(names) * sharded)
         ]
         if not found:
-            nothing = ("nothing", "the batch is empty", (), {}, {}, 0)
-            return Explanation(repr(self), names, *nothing, tuple(owned))
+            return Explanation(
+                repr(self), names, "nothing", "the batch is empty", (), {}, {}, 0, tuple(owned)
+            )
         [(group, plan)] = found  # Dense values of all devices are one group.
         return Explanation(
             repr(self),

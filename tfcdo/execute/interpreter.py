@@ -19,9 +19,9 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, nccl, numerics, rows
+from tfcdo.execute import device_ops, nccl, rows
 from tfcdo.execute.between import Collectives, Network, begin_collectives
-from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.device_ops import PackCodec
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.request import Group
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
@@ -88,7 +88,7 @@ def reduce_group(
         results = function.get_concrete_function(values)(values)
         # A function's result is on the device of its last op; TensorFlow may name another.
         results = [
-            [copy_trees.copy([own], to)[0] for own, to in zip(value, group.devices, strict=True)]
+            [device_ops.copy([own], to)[0] for own, to in zip(value, group.devices, strict=True)]
             for value in results
         ]
     else:
@@ -170,7 +170,7 @@ def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list
                 with tf.device(devices[pack.tree.root]):
                     held = [_fuse(tensor, parts) for tensor in pack.tensors]
                 sent = tf.nest.flatten(held, expand_composites=True)
-                arrived = copy_trees.broadcast_down(pack.tree, sent, devices)
+                arrived = device_ops.broadcast_down(pack.tree, sent, devices)
                 results.append(
                     [tf.nest.pack_sequence_as(held, own, expand_composites=True) for own in arrived]
                 )
@@ -194,13 +194,13 @@ def _reduce_pack(
             by_value = list(zip(*[own or [None] * len(pack.slices) for own in held], strict=True))
             total = rows.reduce_up(tree, by_value, devices, pack.sum_equal_rows)
         case "concat":
-            collected = copy_trees.collect(tree, held, devices)
+            collected = device_ops.collect(tree, held, devices)
             with tf.device(root):
                 total = [tf.concat(parts, runtime.axis) for parts in zip(*collected, strict=True)]
         case _:
-            combine = runtime.accumulate if pack.kind == "user" else numerics.add
+            combine = runtime.accumulate if pack.kind == "user" else device_ops.add
             assert combine is not None
-            total = copy_trees.reduce_up(tree, held, devices, combine, codec)
+            total = device_ops.reduce_up(tree, held, devices, combine, codec)
     result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
@@ -247,11 +247,11 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
         if pack.kind == "rows":
             return [
                 tf.IndexedSlices(
-                    numerics.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
+                    device_ops.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
                 )
                 for own in total
             ]
-        return [numerics.finish(own, step.divide, dtype) for own in total]
+        return [device_ops.finish(own, step.divide, dtype) for own in total]
 
 
 def _exchanged(
@@ -274,16 +274,17 @@ def _exchanged(
             name: variables[name].read_value() if variables else tf.zeros(value.shape, value.dtype)
             for name, value in initial.items()
         }
-        given = [rounding.laid_out(total)]
         if exchange.whole_values:
             unfused = map(functools.partial(_unfuse, plan), pack.tensors, total)
             given = [*itertools.chain.from_iterable(unfused)]
+        else:
+            given = [rounding.laid_out(total)]
     sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
     with tf.device(root):
         for name, variable in variables.items():
             variable.assign(changed[name])
         if not exchange.whole_values:
-            return numerics.like(total, sums[0])
+            return device_ops.like(total, sums[0])
         by_slice = dict(zip(pack.slices, sums, strict=True))
         return [_fuse(fused, by_slice) for fused in pack.tensors]
 
@@ -301,19 +302,20 @@ def _down(
         with tf.device(devices[tree.root]):
             sent = codec.encode(result, tree.root)
     elif pack.to is not None:  # One replica's value, or rows, may be on another device.
-        sent = copy_trees.copy(sent, devices[tree.root])
+        sent = device_ops.copy(sent, devices[tree.root])
     arrived: Held = [None] * len(devices)
-    copies = copy_trees.broadcast_down(tree, sent, devices, pack.to)
-    for node in nodes if pack.to is None else pack.to:
-        arrived[node] = copies[node]
+    for node, copies in enumerate(device_ops.broadcast_down(tree, sent, devices, pack.to)):
+        if copies is None or node not in (pack.to or nodes):
+            continue
+        arrived[node] = copies
         if pack.kind == "rows":  # `dense_shape` stays the one that a device itself gave.
             own = held[node] or [_with_shape_on(part, devices[node]) for part in result]
-            arrived[node] = rows.from_tensors(copies[node], own)
+            arrived[node] = rows.from_tensors(copies, own)
         elif codec is not None:
             # Named like the copy: TensorFlow may leave that out, and then this receives.
             name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
             with tf.device(devices[node]), tf.name_scope(name):
-                arrived[node] = codec.decode(copies[node])
+                arrived[node] = codec.decode(copies)
     return arrived
 
 
@@ -334,8 +336,8 @@ def _reduce_without_tree(
     assert runtime.collectives is not None
     dtype = tf.as_dtype(pack.dtype)
     totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
-    return numerics.on_each(
-        devices, lambda total: [numerics.finish(total, pack.root.divide, dtype)], totals
+    return device_ops.on_each(
+        devices, lambda total: [device_ops.finish(total, pack.root.divide, dtype)], totals
     )
 
 

@@ -14,9 +14,8 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import numerics
-from tfcdo.execute.copy_trees import PackCodec
-from tfcdo.execute.numerics import JointGradient, on_each
+from tfcdo.execute import device_ops
+from tfcdo.execute.device_ops import JointGradient, PackCodec, on_each
 from tfcdo.execute.request import check_device, check_dtype
 from tfcdo.plan.plan import Pack
 
@@ -147,7 +146,7 @@ def reduce_pack(
     """All-reduces a pack: `held[d]` are the tensors of device `d`; the results likewise."""
     scales: list[list[tf.Tensor]] = []
     if codec is None:
-        sent = on_each(devices, lambda own: [*map(numerics.upcast, own)], held)
+        sent = on_each(devices, lambda own: [*map(device_ops.upcast, own)], held)
     else:  # Encoded values are added in 16 bits, with one scale for all devices.
         carried = on_each(devices, codec.carry, held, range(len(devices)))
         if codec.scaled:
@@ -160,7 +159,7 @@ def reduce_pack(
     def finish(totals: Sequence[tf.Tensor], *scale: tf.Tensor) -> list[tf.Tensor]:
         wide = totals if codec is None else codec.decode([*totals, *scale])
         dtype = tf.as_dtype(pack.dtype)
-        return [numerics.finish(total, pack.root.divide, dtype) for total in wide]
+        return [device_ops.finish(total, pack.root.divide, dtype) for total in wide]
 
     return on_each(devices, finish, [*zip(*sums, strict=True)], *scales)
 
