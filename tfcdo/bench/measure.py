@@ -20,7 +20,7 @@ from tfcdo.bench import results, worker_pool, workloads
 from tfcdo.bench.devices import ChosenDevices
 from tfcdo.bench.results import BASELINE, OURS, TENSORFLOW
 from tfcdo.exchange import dtypes
-from tfcdo.execute.numerics import on_each
+from tfcdo.execute.device_ops import on_each
 from tfcdo.plan.decide import Options
 
 # `[d][v]`: value `v` as device `d` holds it.
