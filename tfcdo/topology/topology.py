@@ -172,13 +172,8 @@ class Topology:
         return cls(name, num_devices, tuple(resources.values()), tuple(links), **costs)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        # Without names, whose hashes differ between processes, it can be pickled.
-        return hash((self.num_devices, self.links, self.addition_bandwidth))
+        # An all-reduce looks its topology up: the links are hashed only once.
+        return hash(self.fingerprint)
 
     @functools.cached_property
     def fingerprint(self) -> str:
