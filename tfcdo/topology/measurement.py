@@ -328,7 +328,7 @@ def parse(content: bytes) -> Measured:
     except (ValueError, RecursionError):
         read = None  # `from_json` says what is wrong.
     if not isinstance(read, dict) or "date" not in read:
-        return Measured(Topology.from_json(content.decode()), "")
+        return Measured(Topology.from_json(content.decode("utf-8-sig")), "")
     try:
         document = msgspec.convert(of_this_format(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:
