@@ -22,7 +22,7 @@ from cli_testing import run_tfcdo
 from tfcdo.bench import devices as bench_devices
 from tfcdo.doctor import examination, probe
 from tfcdo.doctor.examination import OK, WRONG, Check, Failure, Finding, Report
-from tfcdo.execute import copy_trees
+from tfcdo.execute import device_ops
 from tfcdo.topology.presets import preset
 
 setUpModule, tearDownModule = bench_testing.set_up, bench_testing.tear_down
@@ -57,7 +57,7 @@ def _doctor(*arguments: str, tf_config: str = "{}") -> tuple[int, list[str]]:
 
 
 def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = None) -> Any:
-    """Copies like `copy_trees.copy`, but what arrives on CPU:1 has its first element changed."""
+    """Copies like `device_ops.copy`, but what arrives on CPU:1 has its first element changed."""
     copies = _copy(tensors, device, name)
     if not device.endswith("CPU:1"):
         return copies
@@ -66,7 +66,7 @@ def _lying_copy(tensors: Sequence[tf.Tensor], device: str, name: str | None = No
         return [one + tf.reshape(add, tf.shape(one)) for one, add in zip(copies, changed)]
 
 
-_copy = copy_trees.copy
+_copy = device_ops.copy
 
 
 class DoctorTest(parameterized.TestCase):
@@ -95,7 +95,7 @@ class DoctorTest(parameterized.TestCase):
     def test_a_device_whose_copies_lie(self):
         compared = (("tfcdo.ReductionToOneDevice", "tf.NcclAllReduce"),)
         with (
-            mock.patch.object(copy_trees, "copy", _lying_copy),
+            mock.patch.object(device_ops, "copy", _lying_copy),
             mock.patch.object(examination, "COMPARED", compared),
             mock.patch.object(examination, "STRATEGIES", examination.STRATEGIES[:1]),
             mock.patch.object(keras, "__version__", "3.9.2"),

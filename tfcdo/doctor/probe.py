@@ -90,7 +90,7 @@ class Probe:
         """Copies a known pattern from one device to another and compares every byte."""
         import tensorflow as tf
 
-        from tfcdo.execute import copy_trees
+        from tfcdo.execute import device_ops
 
         # Bytes that differ from device to device.
         pattern = np.random.default_rng(source).integers(0, 256, _PATTERN_BYTES, np.uint8)
@@ -100,7 +100,7 @@ class Probe:
         # As in a training step: a graph that begins on one device and ends on another.
         @tf.function(autograph=False)
         def send(tensor: tf.Tensor) -> tf.Tensor:
-            return copy_trees.copy([tensor], self._devices.names[target])[0]
+            return device_ops.copy([tensor], self._devices.names[target])[0]
 
         wrong = np.count_nonzero(send(sent).numpy() != pattern)
         return Check(f"{wrong} bytes" if wrong else "")

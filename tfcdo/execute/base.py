@@ -13,12 +13,12 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals
 from tfcdo.exchange.protocol import SUM, Exchange, identity
-from tfcdo.execute import copy_trees, explain, interpreter, nccl, request
+from tfcdo.execute import device_ops, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
+from tfcdo.execute.device_ops import on_each
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.interpreter import Owned
-from tfcdo.execute.numerics import on_each
 from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.algorithms import deal_owners
@@ -169,7 +169,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices = devices_of(destinations)
         value = request.check_broadcast(tensor)
         parts = tf.nest.flatten(value, expand_composites=True)
-        copies = [copy_trees.copy(parts, device) for device in devices]
+        copies = [device_ops.copy(parts, device) for device in devices]
         return tf_internals.mirrored(
             [tf.nest.pack_sequence_as(value, each, expand_composites=True) for each in copies]
         )
@@ -226,7 +226,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
                 placeholder = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
                 values.append(tf_internals.per_replica(on_each(names, placeholder)))
             if sharded:
-                reductions = request.check_owned(values, owners, names)
+                reductions = request.check_owned(values, [None] * len(values), owners, names)
             else:
                 reductions = request.check_pairs([(value, value) for value in values])
             found.extend(self._plans_of("sum", reductions))
@@ -239,21 +239,24 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
 
         graph = tf.function(all_reduce, autograph=False).get_concrete_function().graph
         types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
-        owned = [0] * len(names) if sharded else []
-        for owner, size in zip(owners, sizes):
-            owned[owner] += size
-        by_edge: collections.Counter[tuple[int, int]] = collections.Counter()
-        for _, plan in found:
-            by_edge.update(plan.bytes_by_edge())
+        owned = [
+            sum(size for owner, size in zip(owners, sizes) if owner == index)
+            for index in range(len(names) * sharded)
+        ]
+        if not found:
+            return Explanation(
+                repr(self), names, "nothing", "the batch is empty", (), {}, {}, 0, tuple(owned)
+            )
+        [(group, plan)] = found  # Dense values of all devices are one group.
         return Explanation(
             repr(self),
-            found[0][0].devices if found else names,
-            found[0][1].algorithm if found else "nothing",
-            found[0][1].why if found else "the batch is empty",
-            tuple(pack for _, plan in found for pack in plan.packs),
-            dict(by_edge),
+            group.devices,
+            plan.algorithm,
+            plan.why,
+            plan.packs,
+            plan.bytes_by_edge(),
             dict(collections.Counter(types)),
-            sum(plan.bytes_between_hosts for _, plan in found),
+            plan.bytes_between_hosts,
             tuple(owned),
         )
 
@@ -305,8 +308,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
 
     def sum_gradients(self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> list[Any]:
         """Sums the gradients of the variables of some paths, as `batch_reduce` does."""
-        reductions = request.check_pairs(pairs, by_strategy=True)
-        return self._run(self._plans_of("sum", request.named(reductions, paths)))
+        reductions = [
+            dataclasses.replace(reduction, path=path)
+            for reduction, path in zip(request.check_pairs(pairs, True), paths, strict=True)
+        ]
+        return self._run(self._plans_of("sum", reductions))
 
     def reduce_to_owners(
         self,
@@ -316,8 +322,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         devices: Sequence[str],
     ) -> Owned:
         """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
-        reductions = request.check_owned(values, owners, devices)
-        found = self._plans_of("sum", request.named(reductions, paths))
+        found = self._plans_of("sum", request.check_owned(values, paths, owners, devices))
         return Owned(tuple(self._run(found)), tuple(found))
 
     def _plans_of(

@@ -23,8 +23,8 @@ from tfcdo.cluster.protocol import digest
 from tfcdo.cluster.session import NUM_KEYS, Session
 from tfcdo.exchange import rounding
 from tfcdo.exchange.protocol import CheckedPeers, Exchange, Kind, PackSpec
-from tfcdo.execute import numerics
-from tfcdo.execute.numerics import JointGradient, on_each
+from tfcdo.execute import device_ops
+from tfcdo.execute.device_ops import JointGradient, on_each
 from tfcdo.plan import plan as plans
 from tfcdo.plan.plan import Plan
 from tfcdo.topology.presets import preset
@@ -39,6 +39,32 @@ _PLACES = (_DIGIT**2, _DIGIT, 1)
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
+# The dtypes that collectives take others as: their bits, where the dtype is not wider, or a cast.
+# `CollectiveReduceV2` adds: sums of integers are correct modulo their size in wider ones too, and a
+# complex number is two real ones; 16-bit floats are added in 32 bits, as on one host.
+_SUMMED_AS = {
+    tf.int8: tf.int32,
+    tf.int16: tf.int32,
+    tf.uint8: tf.int32,
+    tf.uint16: tf.int32,
+    tf.uint32: tf.int64,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.float32,
+    tf.complex128: tf.float64,
+}
+# The others only copy.
+_COPIED_AS = {
+    tf.bool: tf.int32,
+    tf.int8: tf.int32,
+    tf.uint8: tf.int32,
+    tf.bfloat16: tf.float16,
+    tf.int16: tf.float16,
+    tf.uint16: tf.float16,
+    tf.uint32: tf.int32,
+    tf.uint64: tf.int64,
+    tf.complex64: tf.int64,
+    tf.complex128: tf.float64,
+}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -101,7 +127,7 @@ def _describe(plan: Plan) -> dict[str, Any]:
             for pack, root in zip(plan.packs, roots, strict=True)
         ],
         "plan": plan.fingerprint,
-        "collectives": plan.num_collectives(numerics.dtype_copied),
+        "collectives": plan.num_collectives(_dtype_copied),
     }
 
 
@@ -129,7 +155,7 @@ def _check_gathered(plan: Plan) -> None:
     taken = tf_internals.dtypes_of_op("CollectiveGatherV2")
     for pack in plan.packs:
         for name in plan.gathered_dtypes(pack) if pack.kind == "concat" else ():
-            if numerics.dtype_copied(name) not in taken:
+            if _dtype_copied(name) not in taken:
                 raise ValueError(
                     "value must be of a dtype that TensorFlow gathers between hosts; got " + name
                 )
@@ -226,7 +252,7 @@ class Collectives:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
         # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
-            sent = [numerics.as_copied(tensor) for tensor in tensors]
+            sent = [_as_copied(tensor) for tensor in tensors]
             rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
             [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [rows[tf.newaxis]], [device])
             groups: dict[tf.DType, list[int]] = {}
@@ -238,7 +264,7 @@ class Collectives:
                 gathered = self._gather_flat([sent[index] for index in members], own, device)
                 results.update(zip(members, gathered, strict=True))
             return [
-                numerics.from_collective(results[index], tensor.dtype)
+                _from_collective(results[index], tensor.dtype)
                 for index, tensor in enumerate(tensors)
             ]
 
@@ -247,7 +273,7 @@ class Collectives:
     ) -> list[tf.Tensor]:
         """Gathers tensors of one dtype, laid end to end; `counts[host, tensor]` are their rows."""
         num_hosts = self.network.num_hosts
-        row_shapes = [numerics.shape(tensor)[1:] for tensor in tensors]
+        row_shapes = [device_ops.shape(tensor)[1:] for tensor in tensors]
         sizes = counts * tf.stack([tf.reduce_prod(shape) for shape in row_shapes])
         totals = tf.reduce_sum(sizes, 1)
         # The collective takes as much from each host.
@@ -270,7 +296,7 @@ class Collectives:
         if tf.get_static_value(axis) == 0:
             return self.all_gather(tensors, device)
         with tf.device(device):
-            turns = [numerics.axis_first(tf.rank(tensor), axis) for tensor in tensors]
+            turns = [_axis_first(tf.rank(tensor), axis) for tensor in tensors]
             first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
             gathered = self.all_gather(first, device)
             results = []
@@ -282,29 +308,22 @@ class Collectives:
 
     def broadcast(self, tensor: tf.Tensor, device: str) -> tf.Tensor:
         """Returns the chief's tensor on every host, bit for bit; takes one collective."""
-        with tf.device(device):
-            sent = numerics.as_copied(tensor)
-            common = {
-                "group_size": self.network.num_hosts,
-                "group_key": _group_key(device),
-                "instance_key": next(self._keys),
-                "communication_hint": self.network.hint,
-            }
-            entered = self._marks.mark([sent])
+
+        def send_or_receive(*, input: tf.Tensor, ordering_token: Any, **common: Any) -> tf.Tensor:
+            del ordering_token  # These ops have none.
             if self.network.session.cluster.is_chief:
-                received = tf.raw_ops.CollectiveBcastSendV2(input=sent, **common)
-            else:
-                received = tf.raw_ops.CollectiveBcastRecvV2(
-                    T=sent.dtype, shape=tf.shape(sent), **common
-                )
-            self._marks.mark([received], after=entered)
-            return numerics.from_collective(received, tensor.dtype)
+                return tf.raw_ops.CollectiveBcastSendV2(input=input, **common)
+            return tf.raw_ops.CollectiveBcastRecvV2(T=input.dtype, shape=tf.shape(input), **common)
+
+        with tf.device(device):
+            [received] = self.emit(send_or_receive, [_as_copied(tensor)], [device])
+            return _from_collective(received, tensor.dtype)
 
     def sum(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
-        parts = on_each(devices, numerics.as_summed, tensors)
+        parts = on_each(devices, _as_summed, tensors)
         reduce = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         if parts[0].shape.is_fully_defined():
             totals = self.emit(reduce, parts, devices, line)
@@ -315,8 +334,8 @@ class Collectives:
             sums = self.emit(reduce, sent, devices, line, key)
             check = functools.partial(_without_size, terms=self.network.num_hosts * len(devices))
             totals = on_each(devices, check, sums, parts)
-        wide = [numerics.upcast_dtype(tensor.dtype) for tensor in tensors]
-        return on_each(devices, numerics.from_collective, totals, wide)
+        wide = [device_ops.upcast_dtype(tensor.dtype) for tensor in tensors]
+        return on_each(devices, _from_collective, totals, wide)
 
     def emit(
         self,
@@ -379,9 +398,9 @@ class _RootPeers(CheckedPeers):
             case "all_to_all" | "all_gather":
                 is_gather = kind == "all_gather"
                 op = tf.raw_ops.CollectiveGatherV2 if is_gather else tf.raw_ops.CollectiveAllToAllV2
-                sent = [numerics.as_copied(tensor)]
+                sent = [_as_copied(tensor)]
                 [copied] = self._collectives.emit(op, sent, [self._device], line)
-                result = numerics.from_collective(copied, tensor.dtype)
+                result = _from_collective(copied, tensor.dtype)
         if kind == "all_gather" and shape.rank and shape[0] is not None:
             shape = tf.TensorShape([shape[0] * self.size, *shape[1:]])
         result.set_shape(shape)  # Which TensorFlow does not know of all collectives.
@@ -408,6 +427,45 @@ def _without_size(total: tf.Tensor, own: tf.Tensor, terms: int) -> tf.Tensor:
     same = tf.debugging.assert_equal(of_all, tf.cast(size, tf.float64), message)
     with tf.control_dependencies([] if same is None else [same]):
         return tf.reshape(total[count : size + count], tf.shape(own, tf.int64))
+
+
+def _axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
+    """Returns the permutation of axes that puts one first, and the one that puts it back."""
+    axis = tf.cast(axis, tf.int32) % rank
+    before, after = tf.range(axis), tf.range(axis + 1, rank)
+    return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
+
+
+def _as_summed(tensor: tf.Tensor) -> tf.Tensor:
+    """Turns a tensor into a dtype that `CollectiveReduceV2` adds, exactly."""
+    return _as_sent(tensor, _SUMMED_AS.get(tensor.dtype, device_ops.upcast_dtype(tensor.dtype)))
+
+
+def _dtype_copied(name: str) -> tf.DType:
+    """Returns the dtype that `_as_copied` turns tensors of a dtype into."""
+    return _COPIED_AS.get(tf.as_dtype(name), tf.as_dtype(name))
+
+
+def _as_copied(tensor: tf.Tensor) -> tf.Tensor:
+    """Turns a tensor into a dtype that TensorFlow's other collective ops copy, exactly."""
+    return _as_sent(tensor, _dtype_copied(tensor.dtype.name))
+
+
+def _as_sent(tensor: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    # An empty NumPy array has no memory, and then TensorFlow's collectives end the process.
+    if tensor.shape.num_elements() == 0:
+        tensor = tf.zeros(tensor.shape, tensor.dtype)
+    return tf.bitcast(tensor, dtype) if _is_bits(dtype, tensor.dtype) else tf.cast(tensor, dtype)
+
+
+def _from_collective(received: tf.Tensor, dtype: tf.DType) -> tf.Tensor:
+    """Turns a result of a collective back into a dtype: the values' dtype, or their sums'."""
+    as_bits = _is_bits(received.dtype, dtype)
+    return tf.bitcast(received, dtype) if as_bits else tf.cast(received, dtype)
+
+
+def _is_bits(sent: tf.DType, dtype: tf.DType) -> bool:
+    return bool(sent != dtype and sent.size <= dtype.size)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -449,6 +507,6 @@ def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradie
         if len(devices) > 1:
             return totals
         with tf.device(devices[0]):
-            return numerics.like(upstream, totals[0])
+            return device_ops.like(upstream, totals[0])
 
     return JointGradient(gradient)

@@ -10,14 +10,12 @@ reads, so that it keeps its residuals when it is traced again, or made again for
 from __future__ import annotations
 
 import collections
-import functools
 import itertools
 import threading
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
 from typing import Any
 
-import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -55,15 +53,6 @@ class Residuals:
                     self.variables[key] = tf.Variable(initial)
                     self._add(key, self.variables[key])
             return self.variables[key]
-
-    def state(
-        self, device: int, name: str, initial: Mapping[str, np.ndarray]
-    ) -> dict[str, tf.Variable]:
-        """Returns the variables of a pack's exchange, by name."""
-        return {
-            each: self.variable(device, f"{name}_{each}", functools.partial(np.copy, value))
-            for each, value in initial.items()
-        }
 
     def reset(self) -> None:
         """Sets all variables to their initial values."""

@@ -10,17 +10,18 @@ from __future__ import annotations
 import collections
 import dataclasses
 import functools
-import threading
+import itertools
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
+import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.exchange import rounding
-from tfcdo.execute import copy_trees, nccl, numerics, rows
+from tfcdo.execute import device_ops, nccl, rows
 from tfcdo.execute.between import Collectives, Network, begin_collectives
-from tfcdo.execute.copy_trees import PackCodec
+from tfcdo.execute.device_ops import PackCodec
 from tfcdo.execute.feedback import Residuals
 from tfcdo.execute.request import Group
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
@@ -29,7 +30,6 @@ from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice
 Held = list[Any]
 # An accumulation_fn; gets tensors, and a name for its op.
 Accumulate = Callable[[Sequence[tf.Tensor], str], tf.Tensor]
-_lock = threading.Lock()  # All threads must get the same function for the same residuals.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -80,11 +80,15 @@ def reduce_group(
         # The ops wait for each other, so they must run at the same time, not one by one. A
         # concrete function is one even where tf.config.run_functions_eagerly(True) rules.
         values = [list(value) for value in group.values]
-        function = _eager_function(plan, devices, network, residuals)
+        if residuals is None:
+            function = _function(plan, devices, network)
+        else:  # It lives as long as its residuals; all threads get the same one.
+            own = _make_function(plan, devices, network, residuals)
+            function = residuals.functions.setdefault((plan, devices), own)
         results = function.get_concrete_function(values)(values)
         # A function's result is on the device of its last op; TensorFlow may name another.
         results = [
-            [copy_trees.copy([own], to)[0] for own, to in zip(value, group.devices, strict=True)]
+            [device_ops.copy([own], to)[0] for own, to in zip(value, group.devices, strict=True)]
             for value in results
         ]
     else:
@@ -113,18 +117,6 @@ class Owned:
             arrived = broadcast(plan, here, group.devices)
             results.update(zip(group.positions, arrived, strict=True))
         return [results[position] for position in range(len(values))]
-
-
-def _eager_function(
-    plan: Plan, devices: tuple[str, ...], network: Network | None, residuals: Residuals | None
-) -> Any:
-    """Returns the function that runs a plan eagerly; it lives as long as its residuals."""
-    if residuals is None:
-        return _function(plan, devices, network)
-    with _lock:
-        if (plan, devices) not in residuals.functions:
-            residuals.functions[plan, devices] = _make_function(plan, devices, network, residuals)
-        return residuals.functions[plan, devices]
 
 
 def _make_function(
@@ -178,7 +170,7 @@ def broadcast(plan: Plan, values: Sequence[Any], devices: Sequence[str]) -> list
                 with tf.device(devices[pack.tree.root]):
                     held = [_fuse(tensor, parts) for tensor in pack.tensors]
                 sent = tf.nest.flatten(held, expand_composites=True)
-                arrived = copy_trees.broadcast_down(pack.tree, sent, devices)
+                arrived = device_ops.broadcast_down(pack.tree, sent, devices)
                 results.append(
                     [tf.nest.pack_sequence_as(held, own, expand_composites=True) for own in arrived]
                 )
@@ -202,23 +194,17 @@ def _reduce_pack(
             by_value = list(zip(*[own or [None] * len(pack.slices) for own in held], strict=True))
             total = rows.reduce_up(tree, by_value, devices, pack.sum_equal_rows)
         case "concat":
-            collected = copy_trees.collect(tree, held, devices)
+            collected = device_ops.collect(tree, held, devices)
             with tf.device(root):
                 total = [tf.concat(parts, runtime.axis) for parts in zip(*collected, strict=True)]
         case _:
-            combine = runtime.accumulate if pack.kind == "user" else numerics.add
+            combine = runtime.accumulate if pack.kind == "user" else device_ops.add
             assert combine is not None
-            total = copy_trees.reduce_up(tree, held, devices, combine, codec)
+            total = device_ops.reduce_up(tree, held, devices, combine, codec)
     result = _root_step(plan, index, total, root, runtime)
     if pack.root.update:  # The rest is `broadcast`.
         return [result if node == tree.root else None for node in range(tree.num_devices)]
-    if pack.kind == "rows":
-        return _rows_down(pack, result, held, devices)
-    if pack.to is not None:  # A sum of one value may be on another device.
-        result = copy_trees.copy(result, root)
-    if codec is None:
-        return copy_trees.broadcast_down(tree, result, devices, pack.to)
-    return _encoded_down(pack, codec, result, devices)
+    return _down(pack, codec, result, held, devices)
 
 
 def _codec(pack: Pack, index: int, runtime: Runtime) -> PackCodec | None:
@@ -261,11 +247,11 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
         if pack.kind == "rows":
             return [
                 tf.IndexedSlices(
-                    numerics.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
+                    device_ops.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
                 )
                 for own in total
             ]
-        return [numerics.finish(own, step.divide, dtype) for own in total]
+        return [device_ops.finish(own, step.divide, dtype) for own in total]
 
 
 def _exchanged(
@@ -278,68 +264,58 @@ def _exchanged(
     initial = exchange.state(spec, plan.hosts)
     variables = {}
     if runtime.residuals is not None:
-        variables = runtime.residuals.state(pack.tree.root, f"pack{index}", initial)
+        make, root_node = runtime.residuals.variable, pack.tree.root
+        variables = {
+            name: make(root_node, f"pack{index}_{name}", functools.partial(np.copy, value))
+            for name, value in initial.items()
+        }
     with tf.device(root):
         state = {
             name: variables[name].read_value() if variables else tf.zeros(value.shape, value.dtype)
             for name, value in initial.items()
         }
-        given = [rounding.laid_out(total)]
         if exchange.whole_values:
-            parts = [
-                part
-                for fused, tensor in zip(pack.tensors, total, strict=True)
-                for part in _unfuse(fused, tensor)
-            ]
-            given = [tf.reshape(p, rounding.int64(*s)) for p, s in zip(parts, spec.shapes)]
+            unfused = map(functools.partial(_unfuse, plan), pack.tensors, total)
+            given = [*itertools.chain.from_iterable(unfused)]
+        else:
+            given = [rounding.laid_out(total)]
     sums, changed = runtime.collectives.exchange(exchange, given, state, spec, root)
     with tf.device(root):
         for name, variable in variables.items():
             variable.assign(changed[name])
         if not exchange.whole_values:
-            return numerics.like(total, sums[0])
+            return device_ops.like(total, sums[0])
         by_slice = dict(zip(pack.slices, sums, strict=True))
         return [_fuse(fused, by_slice) for fused in pack.tensors]
 
 
-def _encoded_down(
-    pack: Pack, codec: PackCodec, result: list[tf.Tensor], devices: Sequence[str]
+def _down(
+    pack: Pack, codec: PackCodec | None, result: list[Any], held: Held, devices: Sequence[str]
 ) -> Held:
-    """Broadcasts encoded results: all nodes, the root too, get them as they arrive."""
-    tree = pack.tree
+    """Broadcasts a result: all nodes, the root too, get it as it is sent."""
+    tree, nodes = pack.tree, range(len(devices))
     assert tree is not None
-    if pack.to == (tree.root,):
-        return [result if node == tree.root else None for node in range(tree.num_devices)]
-    with tf.device(devices[tree.root]):
-        sent = codec.encode(result, tree.root)
-    arrived: Held = []
-    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
-        if copies is None or (pack.to is not None and node not in pack.to):
-            arrived.append(None)
+    sent = rows.to_tensors(result) if pack.kind == "rows" else result
+    if codec is not None:
+        if pack.to == (tree.root,):
+            return [result if node == tree.root else None for node in nodes]
+        with tf.device(devices[tree.root]):
+            sent = codec.encode(result, tree.root)
+    elif pack.to is not None:  # One replica's value, or rows, may be on another device.
+        sent = device_ops.copy(sent, devices[tree.root])
+    arrived: Held = [None] * len(devices)
+    for node, copies in enumerate(device_ops.broadcast_down(tree, sent, devices, pack.to)):
+        if copies is None or node not in (pack.to or nodes):
             continue
-        # Named like the copy: TensorFlow may leave that out, and then this receives.
-        name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
-        with tf.device(devices[node]), tf.name_scope(name):
-            arrived.append(codec.decode(copies))
-    return arrived
-
-
-def _rows_down(
-    pack: Pack, result: list[tf.IndexedSlices], held: Held, devices: Sequence[str]
-) -> Held:
-    """Broadcasts rows; `dense_shape` stays the one that a device itself gave."""
-    tree = pack.tree
-    assert tree is not None
-    sent = rows.to_tensors(result)
-    if pack.to is not None:  # One replica's rows may be on another device, as in `_reduce_pack`.
-        sent = copy_trees.copy(sent, devices[tree.root])
-    arrived: Held = []
-    for node, copies in enumerate(copy_trees.broadcast_down(tree, sent, devices, pack.to)):
-        if copies is None:
-            arrived.append(None)
-        else:
+        arrived[node] = copies
+        if pack.kind == "rows":  # `dense_shape` stays the one that a device itself gave.
             own = held[node] or [_with_shape_on(part, devices[node]) for part in result]
-            arrived.append(rows.from_tensors(copies, own))
+            arrived[node] = rows.from_tensors(copies, own)
+        elif codec is not None:
+            # Named like the copy: TensorFlow may leave that out, and then this receives.
+            name = "root" if node == tree.root else f"broadcast/{tree.parents[node]}to{node}"
+            with tf.device(devices[node]), tf.name_scope(name):
+                arrived[node] = codec.decode(copies)
     return arrived
 
 
@@ -356,13 +332,12 @@ def _reduce_without_tree(
     """Reduces a pack by collectives over all devices: of this host, or of all hosts."""
     pack = plan.packs[index]
     if not plan.over_hosts:
-        codec = _codec(pack, index, runtime)
-        return nccl.reduce_pack(held, devices, codec, pack.root.divide)
+        return nccl.reduce_pack(pack, held, devices, _codec(pack, index, runtime))
     assert runtime.collectives is not None
     dtype = tf.as_dtype(pack.dtype)
     totals = runtime.collectives.all_reduce_flat([tensor for (tensor,) in held], devices)
-    return numerics.on_each(
-        devices, lambda total: [numerics.finish(total, pack.root.divide, dtype)], totals
+    return device_ops.on_each(
+        devices, lambda total: [device_ops.finish(total, pack.root.divide, dtype)], totals
     )
 
 
@@ -411,35 +386,31 @@ def _unpack_all(plan: Plan, results: list[Held], devices: Sequence[str]) -> list
         own = [held[node] for held in results]
         with tf.device(device):
             parts: dict[Slice, Any] = {}
-            flat: set[Slice] = set()
             for pack, tensors in zip(plan.packs, own, strict=True):
-                if tensors is None:
-                    continue
-                for fused, tensor in zip(pack.tensors, tensors, strict=True):
-                    parts.update(zip(fused.slices, _unfuse(fused, tensor), strict=True))
-                    if len(fused.slices) > 1 and not fused.stacked:
-                        flat.update(fused.slices)
+                for fused, tensor in zip(pack.tensors, tensors or ()):
+                    parts.update(zip(fused.slices, _unfuse(plan, fused, tensor), strict=True))
             for index, slices in enumerate(plan.slices_of):
-                if slices[0] not in parts:
-                    continue
-                result = parts[slices[0]]
-                if len(slices) > 1 or slices[0] in flat:
-                    shape = plan.values[index].shape
-                    result = _join([parts[part] for part in slices], shape)
-                unpacked[index][node] = result
+                found = [parts[part] for part in slices if part in parts]
+                if len(found) > 1:
+                    found = [_shaped(plan, index, tf.concat(found, 0))]
+                unpacked[index][node] = found[0] if found else None
     return unpacked
 
 
-def _unfuse(fused: FusedTensor, tensor: Any) -> list[Any]:
+def _unfuse(plan: Plan, fused: FusedTensor, tensor: Any) -> list[Any]:
+    """Takes the slices out of a tensor; those that are a whole value have its shape again."""
     if len(fused.slices) == 1:
         return [tensor]
     if fused.stacked:
         return list(tf.unstack(tensor, len(fused.slices)))
-    return _split(tensor, fused.slices)
+    return [
+        _shaped(plan, part.value, own) if len(plan.slices_of[part.value]) == 1 else own
+        for part, own in zip(fused.slices, _split(tensor, fused.slices), strict=True)
+    ]
 
 
-def _join(parts: Sequence[tf.Tensor], shape: Sequence[int | None] | None) -> tf.Tensor:
-    """Gives flat parts of a value its shape again; only values of known size are flattened."""
+def _shaped(plan: Plan, index: int, flat: tf.Tensor) -> tf.Tensor:
+    """Gives a value its shape again; only values of known size are flattened."""
+    shape = plan.values[index].shape
     assert shape is not None
-    joined = parts[0] if len(parts) == 1 else tf.concat(parts, axis=0)
-    return joined if len(shape) == 1 else tf.reshape(joined, rounding.int64(*shape))
+    return flat if len(shape) == 1 else tf.reshape(flat, rounding.int64(*shape))

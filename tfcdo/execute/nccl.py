@@ -14,10 +14,10 @@ import tensorflow as tf
 
 from tfcdo import checks, tf_internals, virtual_devices
 from tfcdo.exchange import rounding
-from tfcdo.execute import numerics
-from tfcdo.execute.copy_trees import PackCodec
-from tfcdo.execute.numerics import JointGradient, on_each
+from tfcdo.execute import device_ops
+from tfcdo.execute.device_ops import JointGradient, PackCodec, on_each
 from tfcdo.execute.request import check_device, check_dtype
+from tfcdo.plan.plan import Pack
 
 OP = "NcclAllReduce"
 # The kernels of one pack find each other by a name that is unique in this process and in others,
@@ -71,18 +71,13 @@ def nccl_status(devices: Sequence[str], dtype: Any = tf.float32) -> NcclStatus:
     for name in names:
         if name != "":
             check_device("each of devices", name)
-    problem = _problem_of_devices(names) or _problem_of_dtype(dtype)
-    if problem is None and tf_internals.compiled_by_xla():
-        problem = (
-            f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
-            "compile only what is called between the all-reduces",
-        )
+    problem = _problem(names, dtype)
     if problem is None:
         return NcclStatus(True, f"an {OP} kernel is registered for these devices", "")
     return NcclStatus(False, *problem)
 
 
-def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
+def _problem(devices: Sequence[str], dtype: tf.DType) -> tuple[str, str] | None:
     """Returns the reason why NCCL cannot run and the remedy, or None if it can."""
     if not all(devices):
         return (
@@ -103,104 +98,70 @@ def _problem_of_devices(devices: Sequence[str]) -> tuple[str, str] | None:
             f"NCCL does not mix device types, and the devices are {' and '.join(types)}",
             "give the strategy devices of one type",
         )
-    if types[0] not in tf_internals.device_types_with_kernel(OP):
+    [kind], indices = types, sorted(spec.device_index for spec in specs)
+    if kind not in tf_internals.device_types_with_kernel(OP):
         return (
-            f"no {OP} kernel is registered for {types[0]} devices in this TensorFlow",
+            f"no {OP} kernel is registered for {kind} devices in this TensorFlow",
             "use tfcdo.AutoAllReduce() here, or GPUs and a TensorFlow built with NCCL",
         )
-    return _problem_of_physical_devices([spec.device_index for spec in specs], types[0])
-
-
-def _problem_of_dtype(dtype: tf.DType) -> tuple[str, str] | None:
-    taken = tf_internals.dtypes_of_op(OP)
-    if dtype in taken:
-        return None
-    names = ", ".join(sorted(known.name for known in taken))
-    return (f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these")
-
-
-def _problem_of_physical_devices(
-    indices: Sequence[int], device_type: str
-) -> tuple[str, str] | None:
-    """Returns the problem of devices that do not exist or share a physical one, or None."""
     physical = [  # The device of each logical one, by its number.
         device.name
-        for device in tf.config.get_visible_devices(device_type)
+        for device in tf.config.get_visible_devices(kind)
         for _ in range(virtual_devices.num_logical(device))
     ]
-    missing = sorted(index for index in indices if index >= len(physical))
+    missing = [index for index in indices if index >= len(physical)]
     if missing:
         return (
-            f"there is no {device_type}:{missing[0]}; TensorFlow sees {len(physical)} "
-            f"{device_type} devices",
+            f"there is no {kind}:{missing[0]}; TensorFlow sees {len(physical)} {kind} devices",
             "use devices that tf.config.list_logical_devices() lists",
         )
     if len(set(indices)) < len(indices):
         return "several of the values are on one device", "give each replica a device of its own"
     uses = collections.Counter(physical[index] for index in indices)
     shared = sorted(name for name, count in uses.items() if count > 1)
-    if device_type != "GPU" or not shared:
-        return None
-    return (
-        f"several of the devices are logical devices of one physical GPU, {', '.join(shared)}, "
-        "and NCCL takes each physical GPU once",
-        "use tfcdo.AutoAllReduce() on logical devices",
-    )
+    if kind == "GPU" and shared:
+        return (
+            f"several of the devices are logical devices of one physical GPU, {', '.join(shared)}, "
+            "and NCCL takes each physical GPU once",
+            "use tfcdo.AutoAllReduce() on logical devices",
+        )
+    taken = tf_internals.dtypes_of_op(OP)
+    if dtype not in taken:
+        names = ", ".join(sorted(known.name for known in taken))
+        return f"{OP} does not take {dtype.name} but {names}", "cast the values to one of these"
+    if tf_internals.compiled_by_xla():
+        return (
+            f"XLA compiles this function (jit_compile=True), and it does not know {OP}",
+            "compile only what is called between the all-reduces",
+        )
+    return None
 
 
 def reduce_pack(
+    pack: Pack,
     held: Sequence[Sequence[tf.Tensor]],
     devices: Sequence[str],
     codec: PackCodec | None,
-    divide: int | None,
 ) -> list[list[tf.Tensor]]:
-    """All-reduces one pack: `held[d]` are the tensors of device `d`; the results likewise."""
-    # Encoded values are added in 16 bits, with one scale for all devices.
-    if codec is not None:
-        return _reduce_encoded(held, devices, codec, divide)
-    wide = on_each(devices, lambda own: [numerics.upcast(tensor) for tensor in own], held)
-    totals = _sum_each(wide, devices)
-    return on_each(
-        devices,
-        lambda sums, own: [
-            numerics.finish(total, divide, tensor.dtype)
-            for total, tensor in zip(sums, own, strict=True)
-        ],
-        totals,
-        held,
-    )
+    """All-reduces a pack: `held[d]` are the tensors of device `d`; the results likewise."""
+    scales: list[list[tf.Tensor]] = []
+    if codec is None:
+        sent = on_each(devices, lambda own: [*map(device_ops.upcast, own)], held)
+    else:  # Encoded values are added in 16 bits, with one scale for all devices.
+        carried = on_each(devices, codec.carry, held, range(len(devices)))
+        if codec.scaled:
+            largest = _emit(on_each(devices, rounding.largest_magnitude, carried), devices, "max")
+            scale = functools.partial(rounding.scale_for, wire=codec.wire, num_terms=len(devices))
+            scales = [on_each(devices, scale, largest)]
+        sent = on_each(devices, codec.round, carried, range(len(devices)), *scales)
+    sums = [differentiable_sum(own, tuple(devices)) for own in zip(*sent, strict=True)]
 
+    def finish(totals: Sequence[tf.Tensor], *scale: tf.Tensor) -> list[tf.Tensor]:
+        wide = totals if codec is None else codec.decode([*totals, *scale])
+        dtype = tf.as_dtype(pack.dtype)
+        return [device_ops.finish(total, pack.root.divide, dtype) for total in wide]
 
-def _reduce_encoded(
-    held: Sequence[Sequence[tf.Tensor]],
-    devices: Sequence[str],
-    codec: PackCodec,
-    divide: int | None,
-) -> list[list[tf.Tensor]]:
-    ranks, wire = range(len(devices)), codec.wire
-    carried = on_each(devices, codec.carry, held, ranks)
-    scales: list[Any] = [None] * len(devices)
-    if codec.scaled:
-        largest = _emit(on_each(devices, rounding.largest_magnitude, carried), devices, "max")
-        scales = on_each(devices, lambda one: rounding.scale_for(one, wire, len(devices)), largest)
-    bits = on_each(devices, codec.round, carried, ranks, scales)
-    return on_each(
-        devices,
-        lambda sums, scale: [
-            numerics.finish(numerics.decode(total, codec.dtype, scale), divide, codec.dtype)
-            for total in sums
-        ],
-        _sum_each(bits, devices),
-        scales,
-    )
-
-
-def _sum_each(
-    held: Sequence[Sequence[tf.Tensor]], devices: Sequence[str]
-) -> list[tuple[tf.Tensor, ...]]:
-    """Sums each tensor of a pack over the devices."""
-    sums = [differentiable_sum(own, tuple(devices)) for own in zip(*held, strict=True)]
-    return list(zip(*sums, strict=True))
+    return on_each(devices, finish, [*zip(*sums, strict=True)], *scales)
 
 
 def differentiable_sum(tensors: Sequence[tf.Tensor], devices: tuple[str, ...]) -> list[tf.Tensor]:

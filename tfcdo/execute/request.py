@@ -103,21 +103,16 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
 
 
 def check_owned(
-    values: Sequence[Any], owners: Sequence[int], devices: Sequence[str]
+    values: Sequence[Any],
+    paths: Sequence[str | None],
+    owners: Sequence[int],
+    devices: Sequence[str],
 ) -> list[Reduction]:
     """Checks values, one component per device; each value is summed on one device."""
-    pairs = check_pairs([(value, value) for value in values])
+    pairs, to = check_pairs([(value, value) for value in values]), tuple(devices)
     return [
-        dataclasses.replace(pair, devices=tuple(devices), destinations=tuple(devices), owner=owner)
-        for pair, owner in zip(pairs, owners, strict=True)
-    ]
-
-
-def named(reductions: Sequence[Reduction], paths: Sequence[str]) -> list[Reduction]:
-    """Returns reductions of the gradients of the variables of some paths."""
-    return [
-        dataclasses.replace(reduction, path=path)
-        for reduction, path in zip(reductions, paths, strict=True)
+        dataclasses.replace(pair, devices=to, destinations=to, owner=owner, path=path)
+        for pair, owner, path in zip(pairs, owners, paths, strict=True)
     ]
 
 
@@ -154,7 +149,7 @@ def check_gather(value: Any, destinations: Any, axis: Any) -> Reduction:
     _check_same(reduction, "dtype", [component.dtype.name for component in reduction.values])
     if known_axis is not None:
         shapes = [_without_axis(component.shape, known_axis) for component in reduction.values]
-        _check_same_shape(reduction, f"shape but for axis {known_axis}", shapes)
+        _check_same(reduction, f"shape but for axis {known_axis}", shapes)
     return reduction
 
 
@@ -235,9 +230,9 @@ def _check_replicas_agree(reduction: Reduction) -> None:
     _check_same(reduction, "kind", [_kind(value) for value in values])
     if any(value.dtype != values[0].dtype for value in values):
         _check_same(reduction, "dtype", [value.dtype.name for value in values])
-    _check_same_shape(reduction, "shape", [_shape(value) for value in values])
+    _check_same(reduction, "shape", [_shape(value) for value in values])
     if reduction.is_sparse:
-        _check_same_shape(reduction, "dense_shape", [_table_shape(value) for value in values])
+        _check_same(reduction, "dense_shape", [_table_shape(value) for value in values])
 
 
 def _kind(value: Any) -> str:
@@ -246,30 +241,19 @@ def _kind(value: Any) -> str:
     return "IndexedSlices" if value.dense_shape is not None else "IndexedSlices without dense_shape"
 
 
-def _check_same_shape(reduction: Reduction, what: str, shapes: Sequence[tf.TensorShape]) -> None:
-    # Compatibility of partial shapes is not transitive, so compare all pairs.
-    for first in range(1 if shapes[0].is_fully_defined() else len(shapes)):
-        for other in range(first + 1, len(shapes)):
-            if not shapes[other].is_compatible_with(shapes[first]):
-                raise _disagreement(reduction, what, shapes, first, other)
-
-
 def _check_same(reduction: Reduction, what: str, traits: Sequence[Any]) -> None:
-    for replica, trait in enumerate(traits):
-        if trait != traits[0]:
-            raise _disagreement(reduction, what, traits, 0, replica)
-
-
-def _disagreement(
-    reduction: Reduction, what: str, traits: Sequence[Any], first: int, other: int
-) -> ValueError:
-    def on_device(replica: int) -> str:
-        return f"{traits[replica]} on {reduction.devices[replica] or f'replica {replica}'}"
-
-    return ValueError(
-        f"the replicas' values must have the same {what}; "
-        f"got {on_device(first)} and {on_device(other)}"
-    )
+    """Raises `ValueError` unless traits of the replicas' values are equal, or compatible shapes."""
+    are_shapes = isinstance(traits[0], tf.TensorShape)
+    # Compatibility of partial shapes is not transitive, so compare all pairs.
+    for first in range(len(traits) if are_shapes and not traits[0].is_fully_defined() else 1):
+        for other in range(first + 1, len(traits)):
+            one, two = traits[first], traits[other]
+            if not (two.is_compatible_with(one) if are_shapes else one == two):
+                places = [reduction.devices[i] or f"replica {i}" for i in (first, other)]
+                raise ValueError(
+                    f"the replicas' values must have the same {what}; "
+                    f"got {one} on {places[0]} and {two} on {places[1]}"
+                )
 
 
 def _shape(value: Any) -> tf.TensorShape:

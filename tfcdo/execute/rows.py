@@ -21,7 +21,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import tf_internals
-from tfcdo.execute import copy_trees, numerics
+from tfcdo.execute import device_ops
 from tfcdo.execute.between import Collectives
 from tfcdo.plan.copy_tree import CopyTree
 
@@ -85,7 +85,7 @@ def _collect(
         return []
     held = [None if None in own else to_tensors(own) for own in zip(*values, strict=True)]
     first = [_present(parts)[0] for parts in values]
-    collected = [from_tensors(there, first) for there in copy_trees.collect(tree, held, devices)]
+    collected = [from_tensors(there, first) for there in device_ops.collect(tree, held, devices)]
     return list(zip(*collected, strict=True))
 
 
@@ -114,7 +114,7 @@ def _add_tables(tree: CopyTree, parts: Parts, devices: Sequence[str]) -> tf.Inde
                 tf.ones_like(part.indices, tf.int32), part.indices, part.dense_shape
             )
             tables.append((to_table(part), to_table(ones)))
-    total, touched = copy_trees.reduce_up(tree, tables, devices, numerics.add)
+    total, touched = device_ops.reduce_up(tree, tables, devices, device_ops.add)
     with tf.device(devices[tree.root]):
         there = tf.reshape(tf.where(touched > 0), [-1])
         return tf.IndexedSlices(
@@ -130,20 +130,19 @@ def add(parts: Sequence[tf.IndexedSlices], device: str) -> tf.IndexedSlices:
     # of their own. Indices outside of the table stay rows, for the optimizer to refuse or to
     # ignore, as TensorFlow has it.
     with tf.device(device):
-        dtype = _index_dtype(parts)
-        indices = tf.concat([tf.cast(part.indices, dtype) for part in parts], 0)
-        order = tf.argsort(indices, stable=True)
-        in_order = tf.gather(indices, order)
+        joined = join(parts, device)
+        order = tf.argsort(joined.indices, stable=True)
+        in_order = tf.gather(joined.indices, order)
         # `!=` compares objects in graphs of TensorFlow 1.
         differs = tf.not_equal(in_order[1:], in_order[:-1])
         begins = tf.concat([tf.ones_like(in_order[:1], tf.bool), differs], 0)
         number = tf.cumsum(tf.cast(begins, tf.int32)) - 1
         # Gathering the rows can begin while the indices are sorted.
-        rows = tf.gather(tf.concat([numerics.upcast(part.values) for part in parts], 0), order)
+        rows = tf.gather(device_ops.upcast(joined.values), order)
         return tf.IndexedSlices(
             tf.math.segment_sum(rows, number),
             tf.gather(in_order, tf.reshape(tf.where(begins), [-1])),
-            parts[0].dense_shape,
+            joined.dense_shape,
         )
 
 
@@ -202,7 +201,7 @@ def as_on_one_device(sums: Sequence[Any], lookups: Sequence[Lookup]) -> list[lis
     for total, lookup in zip(sums, lookups, strict=True):
         own: Sequence[Any] = tf_internals.components(total)
         if lookup.once is not None and all(isinstance(one, tf.IndexedSlices) for one in own):
-            own = numerics.on_each([one.device for one in own], lookup.once, own)
+            own = device_ops.on_each([one.device for one in own], lookup.once, own)
         found[lookup.of].append(own)
     return [[join(one, one[0].device) for one in zip(*own, strict=True)] for own in found]
 
@@ -228,7 +227,7 @@ def _once(indices: Sequence[tf.Tensor], examples: int | None) -> Once | None:
 
 def _add_parts(total: tf.IndexedSlices, count: int) -> tf.IndexedSlices:
     """Adds parts of so many rows each, which have the same indices."""
-    rows = tf.reshape(numerics.upcast(total.values), [-1, count, *total.values.shape[1:]])
+    rows = tf.reshape(device_ops.upcast(total.values), [-1, count, *total.values.shape[1:]])
     rows = tf.cast(tf.reduce_sum(rows, 0), total.dtype)
     return tf.IndexedSlices(rows, total.indices[:count], total.dense_shape)
 
@@ -316,7 +315,7 @@ def to_table(part: tf.IndexedSlices) -> tf.Tensor:
     # Rows of negative index are left out, and an index that is too large is an error on a CPU, as
     # in `tf.convert_to_tensor`.
     count = tf.cast(part.dense_shape, tf.int64)[0]
-    return tf.math.unsorted_segment_sum(numerics.upcast(part.values), part.indices, count)
+    return tf.math.unsorted_segment_sum(device_ops.upcast(part.values), part.indices, count)
 
 
 def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
@@ -328,15 +327,15 @@ def _index_dtype(parts: Sequence[tf.IndexedSlices]) -> tf.DType:
 def table_is_smaller(parts: Parts, devices: Sequence[str]) -> Any:
     """Tells whether all rows have more bytes than as many tables: a bool, or a 0-D tensor."""
     first = _present(parts)[0]
-    shape, itemsize = first.dense_shape, numerics.upcast_dtype(first.dtype).size
+    shape, itemsize = first.dense_shape, device_ops.upcast_dtype(first.dtype).size
     if shape is None:  # Not known to be a table.
         return False
     rows: Any = 0
     for part, device in zip(parts, devices, strict=True):
         if part is not None:
             with tf.device(device):  # Or the tensors themselves would be sent, only for their size.
-                rows += numerics.size(part.values) * itemsize
-                rows += numerics.size(part.indices) * part.indices.dtype.size
+                rows += device_ops.size(part.values) * itemsize
+                rows += device_ops.size(part.indices) * part.indices.dtype.size
     known = tf.get_static_value(shape)
     with tf.device(devices[0]):
         elements = (

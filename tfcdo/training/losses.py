@@ -15,7 +15,7 @@ import keras
 import tensorflow as tf
 
 from tfcdo import keras_internals, log
-from tfcdo.execute.numerics import Gradient
+from tfcdo.execute.device_ops import Gradient
 from tfcdo.training import step
 
 Function = Callable[..., Any]

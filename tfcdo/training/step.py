@@ -16,8 +16,8 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
-from tfcdo.execute import numerics
-from tfcdo.execute.numerics import Gradient
+from tfcdo.execute import device_ops
+from tfcdo.execute.device_ops import Gradient
 
 SUM = tf.distribute.ReduceOp.SUM
 
@@ -267,7 +267,7 @@ def is_ours(strategy: Any) -> bool:
 
 def on_each(devices: Sequence[str], function: Callable[..., Any], *values: Sequence[Any]) -> Any:
     """Calls a function with each replica's component of some values, on that replica's device."""
-    return tf_internals.per_replica(numerics.on_each(devices, function, *values))
+    return tf_internals.per_replica(device_ops.on_each(devices, function, *values))
 
 
 def rows_of(value: Any) -> Any:
