@@ -8,7 +8,9 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import gc
 import inspect
+import traceback
 import weakref
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -346,6 +348,12 @@ def fitting(model: Any) -> Iterator[None]:
     _iterators.pop(model, None)
     try:
         yield
+    except SystemExit as error:
+        # An iterator waits for a generator's next element, which may come from another process:
+        # it must end before Python does, which ends those processes first.
+        traceback.clear_frames(error.__traceback__)
+        gc.collect()
+        raise
     finally:
         _running_fits -= 1
         for function in _at_end.pop(model, ()):

@@ -136,8 +136,8 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
       shard_optimizer_state: see `MirroredStrategy`; the state is sharded within each host.
       synchronize_batch_norm: see `MirroredStrategy`.
       check_in_sync: whether Keras's `fit` compares digests of the weights of all replicas after
-        each of its first three steps, and the first of each epoch, and raises a RuntimeError if
-        hosts differ. Own loops are not checked.
+        each of its first three steps, and the first of each epoch, as `evaluate` and `predict` do
+        after their first, and raises a RuntimeError if hosts differ. Own loops are not checked.
 
     Raises:
       ValueError: if TF_CONFIG or the cluster resolver contradicts itself or this machine, or
@@ -371,6 +371,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
     """Does the strategy's work for TensorFlow: devices, variables, and reductions."""
 
     _has_server = False  # Whether the process has one.
+    # TensorFlow's own, which it has for a second strategy and an evaluator, knows no reasons.
+    _enable_check_health = False
 
     def __init__(
         self,

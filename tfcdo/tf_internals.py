@@ -83,6 +83,7 @@ _OF_BOTH: Mapping[str, tuple[str, ...]] = {
 _OF_SEVERAL_HOSTS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("self", "container_strategy", "cluster_resolver", "communication_options"),
     "_batch_reduce_to": _REDUCED_PAIRS,
+    "_enable_check_health": (),
     "_gather_to_implementation": ("self", "value", "destinations", "axis", "options"),
     "_get_cross_device_ops": ("self", "value"),
     "_get_variable_creator_initial_value": ("self", "replica_id", "device", "primary_var"),

@@ -440,16 +440,12 @@ class CompareTest(parameterized.TestCase):
 
 
 class ComparisonTest(absltest.TestCase):
-    """Four hosts with a store that is a dictionary."""
+    """Four hosts that only look at what is there."""
 
     def setUp(self):
         super().setUp()
-        self.values: dict[str, str] = {}
-        self.now = 0.0
-        store = mock.Mock(spec=protocol.Store)
-        store.set = self.values.__setitem__
-        store.get = lambda key, timeout: self.values.get(key)
-        store.delete = self.values.__delitem__
+        store = Store()
+        self.values, self.now = store._values, 0.0
         clock = mock.Mock(monotonic=lambda: self.now)
         self.enter_context(mock.patch.object(watch, "time", clock))
         ends = mock.Mock(side_effect=AssertionError)  # Nobody waits, and nothing is ended.

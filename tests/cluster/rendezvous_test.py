@@ -155,7 +155,7 @@ class RendezvousTest(parameterized.TestCase):
 
     def test_nobody_goes_on_when_the_chief_is_interrupted(self):
         with (
-            mock.patch.object(rendezvous, "_check_reachable", side_effect=KeyboardInterrupt),
+            mock.patch.object(rendezvous, "_unreachable", side_effect=KeyboardInterrupt),
             futures.ThreadPoolExecutor() as pool,
         ):
             ends = pool.submit(meet_all, self.addresses[:2], {1: {}}, timeout=1.0)

@@ -8,6 +8,7 @@ from __future__ import annotations
 import collections
 import contextlib
 import dataclasses
+import functools
 from collections.abc import Callable, Generator
 from typing import TYPE_CHECKING, Any
 
@@ -341,11 +342,12 @@ class Process:
             world.check_wait(self, start)
             if world.now - start < news_after:
                 continue
-            failure = store.values.get("failed")
-            verdict, reason = wait.look(world.now - start, lambda f=failure: f, self.mismatch, str)
-            if verdict == "fail":
-                yield from self.set_once("failed", reason or "")
-            if verdict in ("fail", "stop"):
+            told: list[str] = []
+            news = functools.partial(store.values.get, "failed"), self.mismatch
+            reason = wait.look(world.now - start, *news, str, str, told.append)
+            for own in told:
+                yield from self.set_once("failed", own)
+            if reason is not None:
                 raise _GoneError
 
     def wait_for(self, key: str) -> Run:
@@ -359,18 +361,16 @@ class Process:
         return None
 
     def hear(self, host: int) -> None:
-        place = len(self.kinds.heard[host])
-        while (kind := self.store.values.get(f"announced/{host}/{place}")) is not None:
+        while kind := self.store.values.get(f"announced/{host}/{len(self.kinds.heard[host])}"):
             self.kinds.hear(host, kind)
-            place += 1
 
     def number(self, kind: dict[str, Any]) -> Run:
         """Agrees on the number of a kind, as `Session` does."""
         if kind is STEP and self.world.bug == ("program", self.host):
             kind = {"what": "another step"}
-        if kind["what"] in self.numbers:
-            return self.numbers[kind["what"]]
         name = self.kinds.name(kind)
+        if name in self.kinds.numbers:
+            return self.kinds.numbers[name]
         place = self.kinds.come_to(kind)
         if place is not None:
             yield from self.set_once(f"announced/{self.host}/{place}", self.kinds.own[name])
@@ -381,14 +381,14 @@ class Process:
                 if self.kinds.late(name) == late:
                     yield from self.wait_for(f"announced/{late}/{len(self.kinds.heard[late])}")
             number = self.kinds.give_number(name, 1)
-            keys = {f"announced/{h}/{len(self.numbers)}" for h in range(self.world.hosts)}
+            keys = {f"announced/{h}/{place}" for h in range(self.world.hosts)}
             have_come = keys <= self.store.values.keys()
             require(have_come, "a collective has a number before all have come to it")
             yield from self.set_once(key, str(number))
         else:
             yield from self.wait_for(key)
             number = int(self.store.values[key])
-        self.kinds.numbers[name] = self.numbers[kind["what"]] = number
+        self.kinds.numbers[name] = number
         return number
 
     def leave(self, error: Exception | None) -> Run:
@@ -405,7 +405,6 @@ class Process:
     def restore(self) -> Run:
         world, rules = self.world, self.world.rules
         self.turns: dict[str, int] = {}
-        self.numbers: dict[str, int] = {}
         if self.host == 0:
             yield from self.operate(rules.take_folder(), (0, 0))
             world.takers.add(self.membership)

@@ -73,7 +73,7 @@ class Launcher(Process):
             begin = world.now
             self.inbox.clear()
             self.processes = [world.start_worker(host, self) for host in self.workers]
-            supervision = rules.Supervision(len(self.workers), _GRACE, _LEAVE)
+            supervision = rules.Supervision([*map(str, self.workers)], _GRACE, _LEAVE)
             while supervision.running:
                 if not self.inbox:
                     rest = supervision.deadline

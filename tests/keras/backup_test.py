@@ -1,6 +1,7 @@
 """Trainings that end somewhere and go on from a backup, compared with undisturbed ones."""
 
 import concurrent.futures
+import contextlib
 import functools
 import os
 import pathlib
@@ -8,6 +9,7 @@ import shutil
 import signal
 import tempfile
 import time
+import weakref
 from typing import Any
 from unittest import mock
 
@@ -212,7 +214,7 @@ class ExactTest(BackupTestCase):
         training = _Training(*make(), self.backup(save_freq=save_freq), **options)
         self.assert_bitwise_equal(_Training(*make(), **options), training)
 
-    def assert_goes_on(self, make: Any, replicas: int, last: int = 2) -> None:
+    def assert_goes_on(self, make: Any, replicas: int, last: int = 2, tests: Any = None) -> None:
         """Checks that a training that ends after a batch then goes on as undisturbed."""
 
         def fit(*callbacks: Any) -> Any:
@@ -220,8 +222,9 @@ class ExactTest(BackupTestCase):
             keras.utils.set_random_seed(0)
             with strategy_of(replicas).scope():
                 model = make()
-            options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
             data = tf.data.Dataset.zip(tuple(_data().map(lambda *xy, at=i: xy[at]) for i in (0, 1)))
+            options: Any = {"steps_per_epoch": 5, "callbacks": [*callbacks], "verbose": 0}
+            options |= {"validation_data": tests and data, "validation_steps": tests}
             history = model.fit(data, **options).history
             [optimizer] = tf.nest.flatten(getattr(model, "second", model.optimizer))
             values = [one.numpy().tobytes() for one in (*model.weights, *optimizer.variables)]
@@ -294,9 +297,9 @@ class ExactTest(BackupTestCase):
 
         self.assert_goes_on(make, replicas, last)
 
-    @parameterized.parameters(1, 2)
-    def test_random_numbers_without_a_seed(self, replicas):
-        self.assert_goes_on(lambda: _model(_Noise()), replicas)
+    @parameterized.parameters((1, 2), (2, 2), (2, 4))
+    def test_random_numbers_without_a_seed(self, replicas, last):
+        self.assert_goes_on(lambda: _model(_Noise()), replicas, last, tests=2)
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
@@ -377,11 +380,15 @@ class ExactTest(BackupTestCase):
     def test_sigterm_makes_a_backup_and_asks_for_a_restart(self):
         def at(batch: int, logs: Any) -> None:
             if batch == 3:
+                own.held = weakref.ref(own._iterator)
                 signal.raise_signal(signal.SIGTERM)
 
         self.addCleanup(preemption._signalled.clear)
-        with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"):
-            _Training(self.backup(), keras.callbacks.LambdaCallback(on_train_batch_begin=at))
+        own: Any = self.backup()
+        ends = contextlib.ExitStack()
+        ends.callback(lambda: self.assertIsNone(own.held()))  # Else Python could wait at its end.
+        with self.assertRaisesRegex(SystemExit, f"^{protocol.RESTART_STATUS}$"), ends:
+            _Training(own, keras.callbacks.LambdaCallback(on_train_batch_begin=at))
         preemption._signalled.clear()
         names = ["epoch-00000-batch-00000004.npz", "progress", "training.json"]
         self.assertEqual(self.names(), names)

@@ -220,7 +220,8 @@ def in_sync(strategy: Any) -> dict[str, np.ndarray]:
     _fit(model, 1)
     moving = model.layers[-1].non_trainable_variables[0]
     before, mean = copies(strategy, moving), moving.numpy()
-    model.evaluate(*dense_data(BATCH), BATCH, verbose=0)
+    data = dense_data(BATCH)
+    model.evaluate(*data, BATCH, verbose=0)
     after = copies(strategy, moving)
     start, messages = model.get_weights(), []
     for compiles in (False, True):  # The first steps of each are compared again.
@@ -228,10 +229,12 @@ def in_sync(strategy: Any) -> dict[str, np.ndarray]:
             with strategy.scope():
                 model.compile("sgd", "mse", run_eagerly=True)
         model.set_weights([one + 0.5 * strategy.cluster_resolver.task_id for one in start])
-        try:
-            _fit(model)
-        except RuntimeError as error:
-            messages.append(str(error))
+        calls = {_fit: (), keras.Model.evaluate: data, keras.Model.predict: data[:1]}
+        for call, batch in calls.items():
+            try:
+                call(model, *batch)
+            except RuntimeError as error:
+                messages.append(str(error))
     return {"before": before, "mean": mean, "after": after, "messages": np.array(messages)}
 
 
@@ -271,13 +274,11 @@ class HostsTest(tf.test.TestCase):
         with self.subTest("statistics"):
             self.check_statistics(*results["in_sync"])
         with self.subTest("other weights are found at once"):
-            for message in np.reshape([own["messages"] for own in results["in_sync"]], 2 * 2):
-                self.assertRegex(
-                    str(message),
-                    r"^after execution 1 of the train step, replica 2 \(host 1\) holds other "
-                    r"numbers of \S*kernel than replica 0, by 0\.\S* at most; "
-                    r".*check_in_sync=False",
-                )
+            for host, at in np.ndindex(2, 2 * 3):
+                told = rf"^after execution 1 of the {('train', 'test', 'predict')[at % 3]} step, "
+                told += r"replica 2 \(host 1\) holds other numbers of \S*kernel than replica 0, by "
+                told += r"0\.\S* at most; .*check_in_sync=False"
+                self.assertRegex(str(results["in_sync"][host]["messages"][at]), told)
 
     def check_training(self, name, results, tolerance):
         for key, expected in globals()[name](None).items():

@@ -309,6 +309,7 @@ class KubernetesTest(absltest.TestCase):
         subdomain = job["spec"]["template"]["spec"]["subdomain"]
         self.assertEqual(subdomain, service["metadata"]["name"])
         self.check_job(job["spec"], [f"{name}-{index}.{subdomain}" for index in range(2)])
+        self.assertEqual("Ignore", job["spec"]["podFailurePolicy"]["rules"][0]["action"])
 
     def test_a_jobset(self):
         jobset = manifests()["JobSet"]

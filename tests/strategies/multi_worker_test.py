@@ -534,7 +534,9 @@ def functions_end(strategy: Any) -> None:
 
 def another_strategy(strategy: Any) -> None:
     """Sums with a strategy that the process makes after its first one."""
-    check_all_reduces(other_strategy(strategy))
+    other = other_strategy(strategy)
+    assert not hasattr(other.extended, "_check_health_thread"), "TensorFlow ends collectives, too"
+    check_all_reduces(other)
 
 
 _TIMEOUT = 240.0
@@ -544,9 +546,7 @@ _OTHERS = ("unlike_correct", "unlike_refused", "explained", "all_values", "funct
 
 class TrainingTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        (2, 2, (*_OTHERS, *_TRAINING)),
-        (3, 1, ("all_values",)),
-        (1, 2, ("another_strategy",)),
+        (2, 2, (*_OTHERS, *_TRAINING)), (3, 1, ("all_values",)), (1, 2, ("another_strategy",))
     )
     def test_as_one_device(self, hosts, devices, names):
         results, _ = clusters.run_scenarios(hosts, __file__, devices, names, _TIMEOUT)

@@ -17,7 +17,7 @@ from absl.testing import absltest, parameterized
 from cli_testing import run_tfcdo
 
 import tfcdo
-from tfcdo import log, tf_internals
+from tfcdo import keras_internals, log, tf_internals
 from tfcdo.execute.interpreter import Planned, recently_planned
 from tfcdo.keras import callbacks
 from tfcdo.plan import copy_tree
@@ -304,6 +304,10 @@ class TraceSummaryTest(absltest.TestCase):
         with contextlib.redirect_stdout(io.StringIO()) as output:
             self.run_epoch(made[0], 0, step)
         self.assertStartsWith(output.getvalue(), "2 steps of ")
+        made[0]._model = mock.Mock()
+        with keras_internals.fitting(made[0].model):
+            begin()
+        self.assertIsNone(made[0]._profiler)
         begin()
         made.clear()
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")

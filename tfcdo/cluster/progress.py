@@ -63,13 +63,10 @@ class Kind:
     since: float = 0.0
 
     @property
-    def waits(self) -> bool:
-        """Tells whether this host is in a collective."""
-        return self.count % 2 == 1
-
-    def place(self, count: int) -> str:
-        """Names the collective that a host is in, which has counted this many events."""
-        return place(self.description["collectives"], count // 2, protocol.brief(self.description))
+    def about(self) -> KindOfCollectives:
+        """Returns what a reader learns of it."""
+        what, known = protocol.brief(self.description), self.description
+        return KindOfCollectives(what, known.get("plan", ""), known["collectives"])
 
     def last(self) -> Collectives:
         """Returns the last collectives of this process."""
@@ -81,18 +78,17 @@ class Kind:
         return Collectives(numbers, entered, np.where(numbers < count // 2, left, np.nan))
 
 
-def place(collectives: int, number: int, kind: str) -> str:
-    """Names a collective: its pack, how often its kind was used by then, and the kind."""
-    use, pack = divmod(number, collectives)
-    return f"pack {pack + 1} of {collectives}, time {use + 1}, of the {kind}"
-
-
 class KindOfCollectives(msgspec.Struct, frozen=True):
     """A kind of collectives: its words for a message, its plan's fingerprint, its packs."""
 
     what: str
     plan: str
     collectives: int
+
+    def place(self, number: int) -> str:
+        """Names a collective: its pack, how often its kind was used by then, and the kind."""
+        use, pack = divmod(number, self.collectives)
+        return f"pack {pack + 1} of {self.collectives}, time {use + 1}, of the {self.what}"
 
 
 class Entry(msgspec.Struct, frozen=True, array_like=True):
@@ -119,10 +115,7 @@ def write_box(cluster: config.Cluster, kinds: Iterable[Kind], reason: str) -> No
     """Writes this host's last collectives to the cache folder, and logs the path, or the error."""
     entries, known = [], {}
     for kind in kinds:
-        about = kind.description
-        known[kind.name] = KindOfCollectives(
-            protocol.brief(about), about.get("plan", ""), about["collectives"]
-        )
+        known[kind.name] = kind.about
         for number, entered, left in zip(*(column.tolist() for column in kind.last())):
             entries.append(Entry(kind.name, number, entered, None if np.isnan(left) else left))
     entries = sorted(entries, key=lambda entry: entry.entered)[-KEPT:]

@@ -199,23 +199,22 @@ class Wait:
         failure: Callable[[], str | None],
         mismatch: Callable[[], str | None],
         line: Callable[[], str],
-    ) -> tuple[str, str | None]:
-        """Returns what to do, and a text.
-
-        "wait"; "say" a line; "stop", for another host's reason; "fail", and tell others the reason.
-        """
+        say: Callable[[str], None],
+        tell: Callable[[str], None],
+    ) -> str | None:
+        """Returns why to give up, which it tells the others unless one of them has; or None."""
         reason = failure()
         if reason is not None:
-            return "stop", reason
+            return reason
         reason = mismatch() if waited >= GRACE else None
+        if reason is None and waited >= self._timeout:
+            reason = f"{LATE}: {line()}; {SAME_CALLS}"
         if reason is not None:
-            return "fail", reason
-        if waited >= self._timeout:
-            return "fail", f"{LATE}: {line()}; {SAME_CALLS}"
-        if waited >= self._next_line:
+            tell(reason)
+        elif waited >= self._next_line:
             self._next_line += LOG_AFTER
-            return "say", line()
-        return "wait", None
+            say(line())
+        return reason
 
 
 # Leaving: all hosts leave after the same step, with a backup, or none has one.
@@ -361,14 +360,6 @@ class Send:
 
 
 @dataclasses.dataclass(frozen=True)
-class Say:
-    """Tell the user; {} stands for the workers."""
-
-    text: str
-    workers: tuple[int, ...] = ()
-
-
-@dataclasses.dataclass(frozen=True)
 class Result:
     """How a run has ended."""
 
@@ -377,20 +368,21 @@ class Result:
     blamed: int | None = None
 
 
-Actions = list[Send | Say]
+Actions = list[Send | str]  # A text is for the user.
 
 
 class Supervision:
     """One run of workers: all end when one fails; a worker may leave after a backup."""
 
-    def __init__(self, workers: int, grace: float, leave: float) -> None:
-        self.running = set(range(workers))
+    def __init__(self, workers: Sequence[str], grace: float, leave: float) -> None:
+        self._names = workers
+        self.running = set(range(len(workers)))
         self.deadline: float | None = None  # When to call `tick`.
         self._grace = grace
         self._leave = leave
         self._failures: list[End] = []
         self._signal = 0
-        self._has_left = self._is_settled = self._is_killing = False
+        self._has_left = self._is_settled = False
 
     def end(self, event: End, now: float) -> Actions:
         """A worker has ended."""
@@ -398,12 +390,19 @@ class Supervision:
         if not event.status or self._signal:
             return []
         if self._is_settled:
-            # An end after the request to end does not count, unless by a SIGKILL from elsewhere.
-            if event.status == _KILLED and not self._is_killing:
+            # An end after the request to end does not count, unless by a SIGKILL from elsewhere:
+            # the launcher's own come when there is no deadline any more.
+            if event.status == _KILLED and self.deadline is not None:
                 self._failures.append(event)
             return []
         if event.status == RESTART_STATUS:
-            return self._let_go(event.worker, now)
+            if self._has_left:
+                return []
+            self._has_left = True
+            self.deadline = now + self._leave
+            others = "; waiting for the others" if self.running else ""
+            name = self._names[event.worker]
+            return [f"{name} asks to be started again, after a backup{others}"]
         self._failures.append(event)
         if not self._has_left:
             follow = all(end.follows for end in self._failures)
@@ -417,7 +416,7 @@ class Supervision:
             return self._kill()
         self._signal = number
         name = signal.Signals(number).name
-        return [Say(f"got {name}: passing it on to the workers"), *self._stop(number, now)]
+        return [f"got {name}: passing it on to the workers", *self._stop(number, now)]
 
     def tick(self, now: float) -> Actions:
         """Time has passed, perhaps until the deadline."""
@@ -445,14 +444,6 @@ class Supervision:
             default=None,
         )
 
-    def _let_go(self, worker: int, now: float) -> Actions:
-        if self._has_left:
-            return []
-        self._has_left = True
-        self.deadline = now + self._leave
-        others = "; waiting for the others" if self.running else ""
-        return [Say(f"{{}} asks to be started again, after a backup{others}", (worker,))]
-
     def _settle(self, now: float) -> Actions:
         """Decides which worker has failed, and ends the others."""
         blamed = self._blamed()
@@ -460,9 +451,9 @@ class Supervision:
         self._is_settled = True
         others = "; ending the others" if self.running else ""
         name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(blamed.status, "")
-        text = f"{{}} failed: exit status {blamed.status}{name}{others}"
+        text = f"{self._names[blamed.worker]} failed: exit status {blamed.status}{name}{others}"
         tell = (Send(worker, TELL_OF_FAILURE) for worker in self.running)
-        return [Say(text, (blamed.worker,)), *tell, *self._stop(signal.SIGTERM, now)]
+        return [text, *tell, *self._stop(signal.SIGTERM, now)]
 
     def _stop(self, number: int, now: float) -> Actions:
         self.deadline = now + self._grace
@@ -471,9 +462,9 @@ class Supervision:
 
     def _kill(self) -> Actions:
         self.deadline = None
-        self._is_killing = True
         workers = tuple(sorted(self.running))
-        return [Say("killing {}", workers), *(Send(w, signal.SIGKILL) for w in workers)]
+        names = ", ".join(self._names[worker] for worker in workers)
+        return [f"killing {names}", *(Send(w, signal.SIGKILL) for w in workers)]
 
 
 # Words.

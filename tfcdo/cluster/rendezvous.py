@@ -13,7 +13,6 @@ of this job.
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 import hmac
 import os
 import queue
@@ -36,28 +35,15 @@ Setting = str | int | float | bool | None | list[str]
 Settings = Mapping[str, Setting]  # By name; the same on all hosts.
 
 _FIRST_LINE = 10.0  # Seconds until the log says who is waited for; then each minute.
-_NEXT_LINES = 60.0
 _RETRY = 0.2
 _POLL = 0.1
 # How long each part of a message may take, and how large one may be: strangers can send messages.
 _MESSAGE_SECONDS = 5
 _MAX_BYTES = 1 << 20
-_TOKEN = worker.CLUSTER_TOKEN
-
 
 # Messages: a host's number and settings; why hosts cannot continue, and their membership's name.
 _Greeting = tuple[int, dict[str, Setting]]
 _Answer = tuple[str, str]
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """The hosts that meet, as this one sees them, and until when it waits for them."""
-
-    cluster: config.Cluster
-    settings: Settings
-    token: str
-    deadline: float
 
 
 def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str) -> str:
@@ -65,11 +51,11 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
 
     Returns the name of this membership, which no other start of the hosts has.
     """
-    job = _Job(cluster, settings, token, time.monotonic() + timeout)
+    deadline = time.monotonic() + timeout
     with _listen(cluster) as listener:
         if cluster.is_chief:
-            return _lead(job, listener)
-        return _follow(job)
+            return _lead(cluster, settings, token, deadline, listener)
+        return _follow(cluster, settings, token, deadline)
 
 
 def _listen(cluster: config.Cluster) -> socket.socket:
@@ -89,18 +75,20 @@ def _listen(cluster: config.Cluster) -> socket.socket:
         ) from error
 
 
-def _lead(job: _Job, listener: socket.socket) -> str:
+def _lead(
+    cluster: config.Cluster,
+    settings: Settings,
+    token: str,
+    deadline: float,
+    listener: socket.socket,
+) -> str:
     """Waits for all others, and tells them why not to continue, or "": the chief's part."""
     membership = secrets.token_hex(8)
-    names = [job.cluster.name(host) for host in range(len(job.cluster.tasks))]
-    meeting = protocol.Meeting(names, job.settings, job.deadline)
-    problem = _await_all(meeting, listener, job.token)
-    try:
-        if not problem:
-            for host in job.cluster.others:
-                _check_reachable(job.cluster, host)
-    except RendezvousError as error:
-        problem = str(error)
+    names = [cluster.name(host) for host in range(len(cluster.tasks))]
+    meeting = protocol.Meeting(names, settings, deadline)
+    problem = _await_all(meeting, listener, token)
+    for host in cluster.others:
+        problem = problem or _unreachable(cluster, host)
     for peer in meeting.arrived.values():
         _send(peer, (problem, membership))
     if problem:
@@ -127,7 +115,7 @@ def _await_all(meeting: protocol.Meeting, listener: socket.socket, token: str) -
         while not new.empty():
             arrival = new.get()
             if arrival is None:
-                hint = f" (a host came that does not know this job's {_TOKEN})"
+                hint = f" (a host came that does not know this job's {worker.CLUSTER_TOKEN})"
                 continue
             channel, (host, settings) = arrival
             before = meeting.arrive(host, settings, channel, time.monotonic())
@@ -199,27 +187,28 @@ def _send(channel: Connection, answer: _Answer) -> None:
         channel.send_bytes(msgspec.json.encode(answer))
 
 
-def _check_reachable(cluster: config.Cluster, host: int) -> None:
-    """Raises unless a host that has come answers at its own address, as collectives need it."""
+def _unreachable(cluster: config.Cluster, host: int) -> str:
+    """Returns why a host that has come cannot be reached at its address, or ""."""
     address = config.split_address(cluster.tasks[host].address)
     try:
         socket.create_connection(address, timeout=_MESSAGE_SECONDS).close()
     except OSError as error:
-        raise RendezvousError(
-            f"{cluster.name(host)} has started, but does not answer at that address: {error}"
-        ) from error
+        return f"{cluster.name(host)} has started, but does not answer at that address: {error}"
+    return ""
 
 
-def _follow(job: _Job) -> str:
+def _follow(cluster: config.Cluster, settings: Settings, token: str, deadline: float) -> str:
     """Goes to the chief and waits for its answer: the part of all other hosts."""
-    chief = job.cluster.name(0)
+    chief = cluster.name(0)
     lines = _Lines()
     problem = "no attempt yet"
-    while protocol.may_keep_asking(time.monotonic(), job.deadline, False):
+    while protocol.may_keep_asking(time.monotonic(), deadline, False):
         try:
-            error, membership = _ask_chief(job, lines)
+            error, membership = _ask_chief(cluster, settings, token, deadline, lines)
         except AuthenticationError:
-            problem = f"it does not know this job's {_TOKEN}, which all hosts must have"
+            problem = (
+                f"it does not know this job's {worker.CLUSTER_TOKEN}, which all hosts must have"
+            )
         except (EOFError, BlockingIOError):
             problem = "it does not answer, or closes the connection"
         except (OSError, ValueError) as failure:
@@ -233,16 +222,18 @@ def _follow(job: _Job) -> str:
     raise RendezvousError(f"timed out waiting for {chief} to start: {problem}")
 
 
-def _ask_chief(job: _Job, lines: _Lines) -> _Answer:
+def _ask_chief(
+    cluster: config.Cluster, settings: Settings, token: str, deadline: float, lines: _Lines
+) -> _Answer:
     """Greets the chief and returns its answer."""
-    chief = job.cluster.name(0)
-    address = config.split_address(job.cluster.tasks[0].address)
+    chief = cluster.name(0)
+    address = config.split_address(cluster.tasks[0].address)
     with _channel(socket.create_connection(address, timeout=_MESSAGE_SECONDS)) as channel:
-        _prove(channel, job.token, "host", "chief")
-        channel.send_bytes(msgspec.json.encode((job.cluster.index, job.settings)))
+        _prove(channel, token, "host", "chief")
+        channel.send_bytes(msgspec.json.encode((cluster.index, settings)))
         while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
-            if not protocol.may_keep_asking(time.monotonic(), job.deadline, True):
+            if not protocol.may_keep_asking(time.monotonic(), deadline, True):
                 return f"timed out: {chief} is there, but not all other hosts are", ""
         answer: _Answer = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
         return answer
@@ -260,4 +251,4 @@ class _Lines:
         now = time.monotonic()
         if now >= self._next:
             logging.warning("tfcdo: %s (%.0f s so far)", message, now - self._start)
-            self._next = now + _NEXT_LINES
+            self._next = now + protocol.LOG_AFTER

@@ -53,7 +53,7 @@ class Session:
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
-        self._texts: set[str] = set()  # That this host, the chief, has made.
+        self._texts: dict[str, str] = {}  # That the chief has made, by kind.
         self._told: str | None = None  # Why this host has given up, if no other one had before.
         # Uses of each kind, of keys and of texts that are told.
         self._uses: dict[str, Iterator[int]] = collections.defaultdict(itertools.count)
@@ -104,33 +104,30 @@ class Session:
         if not self.cluster.is_chief:
             ready = functools.partial(self.store.get, key, _POLL)
             chief = functools.partial(self._late_chief, name)
-            number = int(self._wait(ready, description, chief, self.timeout + protocol.PATIENCE))
+            number, text = json.loads(self._wait(ready, description, chief))
             with self._lock:
+                self._texts[name] = text
                 return self._kinds.numbers.setdefault(name, number)
         while (host := self._kinds.late(name)) is not None:
             has_come = functools.partial(self._has_announced, host, name)
             who = functools.partial(self.cluster.name, host)
-            self._wait(has_come, description, who, self.timeout)
+            self._wait(has_come, description, who)
         with self._lock:
             is_new = name not in self._kinds.numbers  # Else another thread came to the same.
             number = self._kinds.give_number(name, size)
         if is_new:
-            self.store.set(key, str(number))
+            self.store.set(key, json.dumps([number, self._texts.get(name, "")]))
         return number
 
     def text_of_chief(self, description: Description, make: Callable[[], str]) -> str:
         """Returns a text that only the chief makes, once all hosts ask for it."""
-        name = f"text/{digest(description)}"
+        name = self._kinds.name(description)
         with self._lock:
             if self.cluster.is_chief and name not in self._texts:
                 # Before the hosts agree, so that the other hosts need not wait for it.
-                self.store.set(name, make())
-                self._texts.add(name)
+                self._texts[name] = make()
         self.agree(description)
-        text = self.store.get(name, self.timeout)
-        if text is None:
-            raise LateHostError(f"{protocol.LATE}: {self.cluster.name(0)} does not answer")
-        return text
+        return self._texts[name]
 
     def differing(self, kind: str, text: str) -> dict[int, str]:
         """Tells the others a text; returns the other texts that some have told by now."""
@@ -178,12 +175,8 @@ class Session:
 
     def judge(self, wait: protocol.Wait, waited: float, line: Callable[[], str]) -> str | None:
         """Judges a wait; returns why it ends, which all hosts can read then."""
-        verdict, text = wait.look(waited, self.failure, self.find_mismatch, line)
-        if verdict == "say":
-            logging.warning("tfcdo: %s", text)
-        elif verdict == "fail":
-            self.fail(str(text))
-        return text if verdict in ("fail", "stop") else None
+        say = functools.partial(logging.warning, "tfcdo: %s")
+        return wait.look(waited, self.failure, self.find_mismatch, line, say, self.fail)
 
     def failure(self) -> str | None:
         """Returns why another host has given up, or None."""
@@ -239,15 +232,12 @@ class Session:
         return f"a host that {chief} waits for" if has_come else chief
 
     def _wait(
-        self,
-        ready: Callable[[], Any],
-        description: Description,
-        late: Callable[[], str],
-        timeout: float,
+        self, ready: Callable[[], Any], description: Description, late: Callable[[], str]
     ) -> Any:
         """Waits until `ready` returns a value; else raises the reason, or names `late`."""
         start = time.monotonic()
-        wait = protocol.Wait(timeout)
+        patience = 0.0 if self.cluster.is_chief else protocol.PATIENCE
+        wait = protocol.Wait(self.timeout + patience)
         me = self.cluster.name(self.cluster.index)
 
         def line() -> str:

@@ -63,23 +63,21 @@ class Watch:
         self._has_written = False
         self.has_failed = False  # Whether an error has ended what this host was doing.
         self._end = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
 
     def add(self, description: protocol.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives, unless it does already."""
         name = protocol.digest(description)
         with self._lock:
             self._watched.setdefault(name, progress.Kind(name, description, marks))
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
+            if self._thread.ident is None:
                 self._thread.start()
                 atexit.register(self.stop)
 
     def stop(self) -> None:
         """Ends the watch."""
         self._end.set()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(timeout=5.0)
+        self._thread.join(timeout=5.0)
 
     def go_on(self) -> None:
         """Notes that a host that has caught an error, and goes on, waits in no collective."""
@@ -143,7 +141,7 @@ class Watch:
             count = kind.marks.count()
             if count != kind.count:
                 kind.count, kind.since = count, now
-        waiting = (kind for kind in kinds if kind.waits)
+        waiting = (kind for kind in kinds if kind.count % 2)
         return min(waiting, key=lambda kind: kind.since, default=None)
 
     def _compare(self, now: float) -> None:
@@ -181,7 +179,8 @@ class Watch:
     def _line(self, waiting: progress.Kind, waited: float) -> str:
         me = self._cluster.name(self._cluster.index)
         late = ", ".join(self._waited_for(waiting)) or "all hosts at once: is the network down?"
-        return f"{waiting.place(waiting.count)} has waited {waited:.0f} s on {me} for {late}"
+        place = waiting.about.place(waiting.count // 2)
+        return f"{place} has waited {waited:.0f} s on {me} for {late}"
 
     def _waited_for(self, waiting: progress.Kind) -> list[str]:
         """Names the hosts that have not entered a collective, and where they wait."""
@@ -196,7 +195,7 @@ class Watch:
                 theirs = self._watched.get(name)
             if theirs is waiting and count >= waiting.count:
                 continue  # It waits in the same collective, or is ahead.
-            place = theirs.place(count) if theirs else "another collective"
+            place = theirs.about.place(count // 2) if theirs else "another collective"
             late.append(f"{self._cluster.name(host)}, which waits in {place}")
         return late
 
@@ -269,8 +268,6 @@ def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
     waits = left - np.concatenate([one.entered for _, one in last.values()])
     order = np.argsort(left)[: np.count_nonzero(~np.isnan(left))]
     left, total = left[order], np.cumsum(waits[order])
-    if not len(left):
-        return {}
     # Before that, collectives are missing.
     known_from = max((one.left[0] for _, one in last.values() if one.numbers[0]), default=-np.inf)
     result = {}

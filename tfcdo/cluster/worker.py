@@ -69,9 +69,7 @@ def listen() -> None:
     # Call it in the main thread; later calls change nothing.
     global _pipe, _hears_at_once
     if _pipe is None:
-        _pipe = os.pipe()
-        for end in _pipe:
-            os.set_blocking(end, False)
+        _pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         other = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
         _hears_at_once = other == -1
         if not _hears_at_once:

@@ -71,7 +71,7 @@ def _where(box: progress.Box) -> str:
 def _label(box: progress.Box, entry: progress.Entry) -> str:
     kind = box.kinds[entry.kind]
     plan = f", plan {kind.plan[:8]}" if kind.plan else ""
-    return progress.place(kind.collectives, entry.number, kind.what) + plan
+    return kind.place(entry.number) + plan
 
 
 def _names(hosts: Sequence[int]) -> str:

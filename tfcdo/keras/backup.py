@@ -106,6 +106,7 @@ class BackupAndRestore(Callback):
         elif save_freq != "epoch":
             raise ValueError(f'save_freq must be "epoch" or a number; got {save_freq!r}')
         self._mark: backup_folder.ProgressMark | None = None
+        self._orders: list[data_order.Order] = []
         self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
@@ -202,6 +203,15 @@ class BackupAndRestore(Callback):
             self._save()
         self._note_progress()
 
+    def on_test_begin(self, logs: Any = None) -> None:
+        """Lets a validation begin its data as without a fault; Keras calls it."""
+        data_order.begin_at(self._orders, 0)
+
+    def on_test_end(self, logs: Any = None) -> None:
+        """Lets the training begin its data where it resumes, unless it has; Keras calls it."""
+        if self._orders and self._resumed_at is not None:
+            data_order.begin_at(self._orders, self._progress.examples)
+
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
         self._restore_again()  # An epoch with fewer steps now has not come to the backup's.
@@ -259,6 +269,7 @@ class BackupAndRestore(Callback):
             "host's, will be taken away",
             *self._progress.position,
         )
+        self._iterator = None  # It ends with `fit`.
         raise SystemExit(protocol.RESTART_STATUS)
 
     def _note_progress(self) -> None:

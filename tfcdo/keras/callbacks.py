@@ -7,7 +7,7 @@ from typing import Any
 import keras
 import tensorflow as tf
 
-from tfcdo import checks, log
+from tfcdo import checks, keras_internals, log
 from tfcdo.tracing.recording import Profiler
 
 
@@ -70,6 +70,7 @@ class TraceSummary(Callback):
         try:
             profiler.start()
             self._profiler = profiler
+            keras_internals.at_end_of_fit(self.model, self._stop)  # Also of one that fails.
         except tf.errors.AlreadyExistsError:
             self._is_wanted = False
             log.warn_once(

@@ -80,7 +80,7 @@ class Preemption:
             answer = self._leaving.may_begin(call)
         if answer is None:
             if _signalled.is_set():
-                self._announce("a host got SIGTERM")
+                self._announce()
             # The listening thread ends in bounded time.
             self._decided.wait()
             answer = self._leaving.may_begin(call)
@@ -114,12 +114,12 @@ class Preemption:
             if worker.take_signal(signal.SIGTERM) and worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
-    def _announce(self, notice: str) -> None:
+    def _announce(self) -> None:
         assert self._session is not None
         key = f"{self._prefix}/notice"
         if self._session.store.get(key, 0.01) is None:
             with contextlib.suppress(tf.errors.OpError):  # Another host was first.
-                self._session.store.set(key, notice)
+                self._session.store.set(key, "")
 
     def _listen(self) -> None:
         assert self._session is not None
@@ -130,7 +130,7 @@ class Preemption:
                     self._agree()
                     return
                 if tf_internals.has_preemption_notice():
-                    self._announce("TensorFlow's notice")
+                    self._announce()
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
         finally:

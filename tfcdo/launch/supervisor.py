@@ -93,9 +93,7 @@ def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
     with job.workers() as specs:
         try:
             for number, spec in enumerate(specs):
-                variables = {**spec.environment, worker.RESTART_COUNT: str(restart)}
-                spec = dataclasses.replace(spec, environment=variables)
-                processes.append(Process(number, spec, job.command, events))
+                processes.append(Process(number, spec, job.command, restart, events))
             return _supervise(job, specs, processes, events)
         finally:
             for process in processes:
@@ -112,7 +110,8 @@ def _supervise(
 ) -> protocol.Result:
     """Waits for the workers of one run, and does what the protocol asks for."""
     leave = max(_LEAVE_SECONDS, job.grace_seconds)
-    supervision = protocol.Supervision(len(processes), job.grace_seconds, leave)
+    names = [spec.name for spec in specs]
+    supervision = protocol.Supervision(names, job.grace_seconds, leave)
     while supervision.running:
         deadline = supervision.deadline
         timeout = None if deadline is None else max(0.0, deadline - time.monotonic())
@@ -138,8 +137,7 @@ def _supervise(
                 else:
                     process.send(action.number)
             else:
-                said = ", ".join(specs[number].name for number in action.workers)
-                report(action.text.format(said))
+                report(action)
     return supervision.result()
 
 
@@ -147,7 +145,7 @@ class Process:
     """A worker that runs, behind its guard."""
 
     def __init__(
-        self, number: int, spec: WorkerSpec, command: Sequence[str], events: Events
+        self, number: int, spec: WorkerSpec, command: Sequence[str], restart: int, events: Events
     ) -> None:
         self._number = number
         self._events = events
@@ -164,6 +162,7 @@ class Process:
             env={
                 **os.environ,
                 **spec.environment,
+                worker.RESTART_COUNT: str(restart),
                 worker.FAILURE_FILE: str(self._failure_file),
                 # Lines come as they are printed, not 8 KB of them at a time.
                 "PYTHONUNBUFFERED": "1",

@@ -34,6 +34,7 @@ _OF_STEPS = (
     *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
+_STEP_OF = {"fit": "train", "evaluate": "test", "predict": "predict"}
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 # Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
@@ -234,8 +235,6 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         # Keras's default is True, which it ignores for a dataset, with a warning.
         kwargs.setdefault("shuffle", False)
     with _with_other_hosts(own, model, args, kwargs):
-        if isinstance(model.train_function, CheckedFunction):
-            model.train_function.calls = 0  # Weights may have been assigned since the last `fit`.
         with keras_internals.fitting(model):
             history = own(model, *args, **kwargs)
         if is_ours:
@@ -253,6 +252,9 @@ def _with_other_hosts(
     joined = session.current() if several else None
     if joined is None:
         return contextlib.nullcontext()
+    function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
+    if isinstance(function, CheckedFunction):  # Weights may have been assigned since the last call.
+        function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
@@ -359,18 +361,17 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
-    if several and function is not before:
-        function = functools.partial(_run_settled, function, model)
+    if function is not before:
+        extended = model.distribute_strategy.extended
+        if several:
+            function = functools.partial(_run_settled, function, model)
+        if extended.outer is not None and name == "train":  # What a step returns is this host's.
+            function = step.during(host_alone=True)(function)
+        if extended.checks_in_sync:
+            function = CheckedFunction(function, model, name)
         setattr(model, f"{name}_function", function)
     if name != "train":
         statistics.synchronize(model)
-    elif function is not before:
-        extended = model.distribute_strategy.extended
-        if extended.outer is not None:  # What a step returns is this host's.
-            function = step.during(host_alone=True)(function)
-        if extended.checks_in_sync:
-            function = CheckedFunction(function, model)
-        model.train_function = function
     return None
 
 
@@ -422,12 +423,12 @@ def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Str
 class WeightComparison:
     """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
 
-    def __init__(self, model: Any) -> None:
+    def __init__(self, model: Any, trains: bool = True) -> None:
         self._strategy = model.distribute_strategy
         made = (one for one in model.variables if keras_internals.value_of(one).trainable)
         self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.
             variable
-            for variable in [*made, *_of_optimizers(model)]
+            for variable in [*made, *(_of_optimizers(model) if trains else ())]
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
@@ -507,27 +508,31 @@ class WeightComparison:
 
 
 class CheckedFunction:
-    """A model's train function, which compares all replicas as a `fit`, or an epoch, begins."""
+    """A model's train, test or predict function, which compares all replicas as a call begins."""
 
-    def __init__(self, function: Function, model: Any) -> None:
-        self._function, self._model = function, model
+    def __init__(self, function: Function, model: Any, name: str) -> None:
+        self._function, self._model, self._name = function, model, name
         self._comparison: WeightComparison | None = None
-        self.calls, self.begins = 0, True  # In this `fit`; whether this is an epoch's first.
+        # In this `fit` or the like; whether this is its first one, or an epoch's.
+        self.calls, self.begins = 0, True
 
     def __call__(self, *args: Any) -> Any:
         """Calls it, and returns its logs."""
         logs = self._function(*args)
         self.calls += 1
-        if self.calls > _FIRST_CALLS and not self.begins:
+        trains = self._name == "train"
+        if not (self.begins or (trains and self.calls <= _FIRST_CALLS)):
             return logs
         self.begins = False
         if self._comparison is None:  # The optimizer has its variables now.
-            self._comparison = WeightComparison(self._model)
+            self._comparison = WeightComparison(self._model, trains)
+            if not trains:  # Which may come after a training of any length.
+                self._comparison.allow_drift()
         difference = self._comparison.difference()
         if difference is not None:
             raise RuntimeError(
-                f"after execution {self.calls} of the train step, {difference}. All hosts must "
-                "start with the same weights and update them alike; "
+                f"after execution {self.calls} of the {self._name} step, {difference}. All hosts "
+                "must start with the same weights and update them alike; "
                 "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
             )
         if self.calls == _FIRST_CALLS:
