@@ -250,11 +250,18 @@ class Collectives:
 
     def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
-        # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
+        # One collective for the shapes, and one for each dtype that TensorFlow gathers.
         with tf.device(device):
             sent = [_as_copied(tensor) for tensor in tensors]
-            rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [rows[tf.newaxis]], [device])
+            shapes = [device_ops.shape(tensor) for tensor in sent]
+            here = tf.concat(shapes, 0)[tf.newaxis]
+            [of_hosts] = self.emit(tf.raw_ops.CollectiveGatherV2, [here], [device])
+            are_rows = tf.concat([tf.range(tf.size(shape)) < 1 for shape in shapes], 0)
+            others = tf.boolean_mask(of_hosts, ~are_rows, axis=1)
+            message = "hosts gather tensors of different sizes, other than along the axis"
+            same = tf.debugging.assert_equal(others, others[:1], message)
+            with tf.control_dependencies([] if same is None else [same]):
+                counts = tf.boolean_mask(of_hosts, are_rows, axis=1)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
