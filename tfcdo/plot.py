@@ -282,13 +282,17 @@ class _LinkKind(NamedTuple):
 
 def _pairs_by_kind(topology: Topology) -> dict[_LinkKind, list[tuple[int, int]]]:
     """Groups the direct links: a pair is there once if both its links are alike, else directed."""
-    shared = _find_shared_links(topology)
+    users: dict[int, set[frozenset[int]]] = collections.defaultdict(set)
+    for link in topology.links:
+        for resource in link.resources:
+            users[resource].add(frozenset((link.source, link.target)))
     kinds = {}
     for link in topology.direct_links:
         pair = (link.source, link.target)
         back = topology.link_by_pair[pair[::-1]]
-        half_duplex = pair not in shared and not set(link.resources).isdisjoint(back.resources)
-        kinds[pair] = _LinkKind(topology.bandwidth(*pair), pair in shared, half_duplex, False)
+        shared = any(len(users[resource]) > 1 for resource in link.resources)
+        half_duplex = not shared and not set(link.resources).isdisjoint(back.resources)
+        kinds[pair] = _LinkKind(topology.bandwidth(*pair), shared, half_duplex, False)
     pairs: dict[_LinkKind, list[tuple[int, int]]] = collections.defaultdict(list)
     for (source, target), kind in kinds.items():
         if kinds.get((target, source)) != kind:
@@ -313,16 +317,3 @@ def _describe_links_via_host(topology: Topology) -> str:
 
 def _format_bandwidth(bandwidth: float) -> str:
     return "no limit" if bandwidth == math.inf else f"{bandwidth / 1e9:g} GB/s"
-
-
-def _find_shared_links(topology: Topology) -> set[tuple[int, int]]:
-    """Returns the pairs whose link holds a resource that links of other devices hold too."""
-    users: dict[int, set[frozenset[int]]] = collections.defaultdict(set)
-    for link in topology.links:
-        for resource in link.resources:
-            users[resource].add(frozenset((link.source, link.target)))
-    return {
-        (link.source, link.target)
-        for link in topology.links
-        if any(len(users[resource]) > 1 for resource in link.resources)
-    }

@@ -64,11 +64,6 @@ class EdgeRun:
     devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
 
     @property
-    def seconds(self) -> float:
-        """Returns how long it took."""
-        return self.end - self.start
-
-    @property
     def way(self) -> str:
         """Returns the devices of the edge; for an addition, the devices of its operands."""
         return f"{', '.join(map(str, self.sources))}→{self.target}"

@@ -116,7 +116,7 @@ def summarize(events: Sequence[Event], runs: Sequence[EdgeRun]) -> Summary:
     seconds: dict[str, float] = collections.defaultdict(float)
     for run in runs:
         if any(start <= run.start <= end for start, end in steps):
-            seconds[f"{run.scope}/pack{run.pack} {run.kind} {run.way}"] += run.seconds
+            seconds[f"{run.scope}/pack{run.pack} {run.kind} {run.way}"] += run.end - run.start
     slowest = max(seconds, key=seconds.__getitem__, default=None)
     return Summary(
         len(steps),
