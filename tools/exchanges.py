@@ -23,7 +23,6 @@ import tfcdo
 from tfcdo.bench.hosts import Loopback, open_link, start_hosts
 from tfcdo.exchange import DiLoCo, PowerSGD, TopK
 
-_BATCH_PER_HOST = 32
 _EVERY = 50
 _STEPS_PER_POINT = 10
 _TESTS = 297
@@ -78,7 +77,7 @@ def run(model_name: str, training: str, steps: int) -> dict[str, Any]:
         model.compile(keras.optimizers.Adam(3e-4), loss, metrics=["accuracy"])
     digits = load_digits()
     images, labels = (digits.images[..., None] / 16).astype(np.float32), digits.target
-    batch = _BATCH_PER_HOST * strategy.num_replicas_in_sync
+    batch = 32 * strategy.num_replicas_in_sync
     data = tf.data.Dataset.from_tensor_slices((images[_TESTS:], labels[_TESTS:]))
     data = data.shuffle(len(images), seed=7).repeat().batch(batch)
     ends: list[tuple[float, int]] = []  # Times and bytes.

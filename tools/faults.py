@@ -117,10 +117,7 @@ def _draw_case(kind: str, drawn: random.Random, cuts: Iterator[float]) -> Case:
 
 @functools.cache
 def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
-    """Returns the final weights of a training without faults, and its share of useful time.
-
-    0 hosts: on one device.
-    """
+    """Returns the weights, and the share of useful time, without faults; 0 hosts: one device."""
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
         start = time.time()

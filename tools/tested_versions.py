@@ -23,7 +23,6 @@ from tfcdo import version
 
 # In the package, because an error about an unknown TensorFlow names the known ones.
 RECORD = pages.ROOT / "tfcdo" / "tested_versions.json"
-_PACKAGES = ("tensorflow", "keras", "numpy")
 Entry = dict[str, str | int]
 
 
@@ -35,7 +34,7 @@ def entry_of(report: pathlib.Path) -> Entry:
     failed = failures + errors
     return {
         "python": platform.python_version(),
-        **{name: importlib.metadata.version(name) for name in _PACKAGES},
+        **{name: importlib.metadata.version(name) for name in ("tensorflow", "keras", "numpy")},
         "passed": tests - skipped - failed,
         "failed": failed,
         "skipped": skipped,
@@ -51,9 +50,7 @@ def table(record: list[Entry]) -> Iterator[str]:
 
 
 def read_record() -> list[Entry]:
-    """Reads the record."""
-    entries: list[Entry] = json.loads(RECORD.read_text(encoding="utf-8"))
-    return entries
+    return json.loads(RECORD.read_text(encoding="utf-8"))
 
 
 def _combination(entry: Entry) -> tuple[tuple[int, ...], tuple[int, ...], bool]:

@@ -154,11 +154,9 @@ class WorkerPoolTest(absltest.TestCase):
 
     def test_workers_end_with_the_process_that_started_them(self):
         script = (
-            "import os, signal\n"
-            "from tfcdo.bench import worker_pool\n"
+            "import os, signal; from tfcdo.bench import worker_pool\n"
             f"with worker_pool.start_workers({_COMMAND!r}, {_VARIABLES!r}) as pool:\n"
-            "    answers = pool.call('twice', 60, number=1)\n"
-            "    print(*(answer['pid'] for answer in answers), flush=True)\n"
+            "    print(*(one['pid'] for one in pool.call('twice', 60, number=1)), flush=True)\n"
             "    os.kill(os.getpid(), signal.SIGKILL)\n"
         )
         pids = [int(pid) for pid in warm_python.run_cold("-c", script).stdout.split()]

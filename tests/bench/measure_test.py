@@ -133,21 +133,22 @@ class StepTest(tf.test.TestCase):
         self.assertLessEqual(ours - nodes(None), 0.10 * (theirs - nodes(None)))
 
 
-class UpdatesTest(tf.test.TestCase):
+class UpdatesTest(parameterized.TestCase, tf.test.TestCase):
     def setUp(self):
         super().setUp()
         tensorflow_quirks.keep_collectives_apart()  # Where pytest does not, by its conftest.py.
 
-    def test_steps_of_all_reduce_plus_update_take_turns(self):
+    @parameterized.parameters("adam", "lamb")
+    def test_steps_of_all_reduce_plus_update_take_turns(self, name):
         names = ["tf.distribute.MirroredStrategy", "tfcdo.MirroredStrategy"]
         names += ["shard_optimizer_state=True"]
         path = pathlib.Path(self.get_temp_dir(), "found.json")
         turns = mock.patch.object(results, "take_turns", wraps=results.take_turns)
         with mock.patch.object(updates, "_SHAPES", ((40, 50), (2000,))), turns as take_turns:
-            arguments = ("--optimizer", "adam", "-g", "2", "-n", "2", "-w", "0", "-J", str(path))
+            arguments = ("--optimizer", name, "-g", "2", "-n", "2", "-w", "0", "-J", str(path))
             status, output, errors = run_tfcdo("bench", *arguments)
         self.assertEqual(status, 0, errors)
-        self.assertIn("2 devices, all-reduce and adam update of 16.0 kB", output)
+        self.assertIn(f"2 devices, all-reduce and {name} update of 16.0 kB", output)
         self.assertEqual([*take_turns.call_args.args[0]], names)
         found = json.loads(path.read_text())["results"]
         self.assertEqual([one["name"] for one in found], names)

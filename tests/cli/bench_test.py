@@ -43,8 +43,9 @@ class ReportTest(tf.test.TestCase):
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
         reference = measurement_of("tf.X", "tf", 2e-3)
         ours = measurement_of("tfcdo.X", "tfcdo", 1e-3)
-        for spread, shown in ((1e-3, "0.50"), (3e-3, "-")):
-            lines = _shown(160, ours, dataclasses.replace(reference, spread=spread))
+        for spread, own, shown in ((1e-3, 0.0, "0.50"), (3e-3, 0.0, "-"), (0.0, 2e-3, "-")):
+            measured = dataclasses.replace(ours, spread=own)
+            lines = _shown(160, measured, dataclasses.replace(reference, spread=spread))
             (row,) = (line for line in lines if "tfcdo.X" in line)
             self.assertEqual(row.split()[-2:], [shown, "1.00"])
 
@@ -116,6 +117,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         ("tfcdo.HierarchicalCopyAllReduce(num_packs=-1)", "num_packs"),
         ("tf.CollectiveAllReduce(foo=1)", "no attribute 'CollectiveAllReduce'"),
         ("tf.NcclAllReduce", "none of the implementations can run here"),
+        ("tf.CrossDeviceOps", "tf.CrossDeviceOps: batch_reduce_implementation method must be imp"),
         # An argument that tfcdo's own check names when it is used, and two without a check.
         ("tfcdo.ReductionToOneDevice(reduce_to_device='CPU:99')", ": reduce_to_device must name a"),
         ("tf.ReductionToOneDevice(reduce_to_device='x')", "'x'): Unknown attribute 'x'"),
@@ -123,6 +125,10 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
     )
     def test_a_wrong_implementation(self, name: str, named: str):
         check_refused(_bench("--ops", name)._replace(output=""), re.escape(named))
+
+    def test_more_than_the_memory_holds(self):
+        result = _bench("-b", "99999G", "-e", "99999G", "-g", "2", "--ops", "tfcdo.AutoAllReduce")
+        self.assertRegex(result.errors, "\ntfcdo: out of memory: Unable to allocate .*\n$")
 
     def test_devices_are_chosen_before_anything_is_constructed(self):
         # As in a process where what was constructed has started TensorFlow with one device.

@@ -19,18 +19,15 @@ from tfcdo.cli import commands, options
 _ENTRY = """
 import sys
 sys.modules[sys.argv[1]], sys.argv = None, ["tfcdo", *sys.argv[2:]]
-from tfcdo.cli.main import main
-main()
+from tfcdo.cli.main import main; main()
 """
 
 
 class CommandTest(cli_testing.CommandTestCase):
     def test_version_and_help_do_not_wait_for_tensorflow(self):
         script = (
-            "import sys\n"
-            "from tfcdo.cli import commands\n"
-            "commands.run(['--version'])\n"
-            "commands.run([])\n"
+            "import sys; from tfcdo.cli import commands\n"
+            "commands.run(['--version']); commands.run([])\n"
             "for name in commands.COMMANDS: print(commands.run([name, '--help']))\n"
             "assert 'tensorflow' not in sys.modules"
         )
@@ -172,8 +169,7 @@ class OptionsTest(parameterized.TestCase):
 
     def test_holds_back_what_is_written_to_the_file_descriptor(self):
         script = (
-            "import os, sys, click\n"
-            "from tfcdo.cli.options import quiet_start\n"
+            "import os, sys, click; from tfcdo.cli.options import quiet_start\n"
             "with quiet_start(): os.write(2, b'noise'); print('noise', file=sys.stderr)\n"
             "os.write(2, b'news')\n"
             # The user knows the reason of these.

@@ -26,8 +26,7 @@ import tfcdo
 PAGE = pages.ROOT / "docs" / "compat.md"
 _SERVED = """
 import os
-def run(code):
-    return eval(code)
+def run(code): return eval(code)
 """
 
 
@@ -64,12 +63,11 @@ class PagesTest(absltest.TestCase):
             self.assertEqual(pages.error_text(error), "ValueError: No kernel of X")
 
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
-        codes = ["os.environ['X']", "os._exit(7)", "2"]
         folder = self.enter_context(tempfile.TemporaryDirectory())
         pathlib.Path(folder, "served.py").write_text(_SERVED)
         variables = {"X": "x", "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
         self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
-        calls = [{"code": code} for code in codes]
+        calls = [{"code": code} for code in ("os.environ['X']", "os._exit(7)", "2")]
         results = pages.call_apart("served", calls, 99.0, **variables)
         self.assertEqual([*results], ["x", None, 2])
 

@@ -224,9 +224,7 @@ class SummaryTest(absltest.TestCase):
 
 _SCRIPT = """
 import sys
-import tensorflow as tf
-import testing_utils as tu
-import tfcdo
+import tensorflow as tf, testing_utils as tu, tfcdo
 
 own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
 tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()
@@ -238,12 +236,14 @@ class CommandTest(parameterized.TestCase):
     def run_trace(self, *arguments: str, script: str = _SCRIPT) -> tuple[int, str, list[str]]:
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         path = folder / "script.py"
-        path.write_text(script)
-        self.enter_context(mock.patch.object(sys, "argv", []))
-        self.enter_context(mock.patch.object(sys, "path", list(sys.path)))
+        elsewhere = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "linked.py")
+        elsewhere.write_text(script)
+        path.symlink_to(elsewhere)
+        self.enter_context(mock.patch.multiple(sys, argv=[], path=list(sys.path)))
         command = ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
         status, output, errors = run_tfcdo(*command)
         self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
+        self.assertEqual(sys.path[0], str(elsewhere.parent))
         return status, output + errors, sorted(file.name for file in folder.iterdir())
 
     def test_a_script_with_a_status_of_its_own(self):

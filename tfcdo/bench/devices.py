@@ -13,9 +13,6 @@ from tfcdo import tf_internals, virtual_devices
 from tfcdo.topology.detection import num_cores, processor_name
 from tfcdo.version import __version__
 
-# Number of devices where there are not several GPUs and none is asked for.
-_VIRTUAL_DEVICES = 4
-
 
 @dataclasses.dataclass(frozen=True)
 class ChosenDevices:
@@ -35,7 +32,7 @@ def choose_devices(count: int | None) -> ChosenDevices:
     """Chooses GPUs if there are enough, else virtual CPU devices; None: all GPUs, or 4 of these."""
     gpus = tf.config.list_physical_devices("GPU")
     if count is None:
-        count = len(gpus) if len(gpus) > 1 else _VIRTUAL_DEVICES
+        count = len(gpus) if len(gpus) > 1 else 4
     on_cpu = len(gpus) < count
     if on_cpu:
         names = virtual_devices.configure_virtual_cpus(count)

@@ -1,7 +1,4 @@
-"""Trains on several processes of this host, under TensorFlow's strategy and tfcdo's in turn.
-
-Run as a module, it is one of the processes: it trains under each of the strategies.
-"""
+"""Trains on several processes of this host, under TensorFlow's strategy and tfcdo's in turn."""
 
 from __future__ import annotations
 
@@ -40,7 +37,6 @@ _MIN_BURST = 256 * 1024
 _TICK = 0.004
 
 _SEED = 7
-_LEARNING_RATE = 0.01
 _IMAGE = (32, 32, 3)
 _PATCH = 8
 _CLASSES = 10
@@ -133,8 +129,7 @@ def open_link(rate: float | None) -> Iterator[Loopback]:
     with subprocess.Popen(
         [*make, "sh", "-c", " && ".join(script)], stdin=pipe, stdout=pipe, stderr=pipe, text=True
     ) as holder:
-        assert holder.stdout
-        assert holder.stderr
+        assert holder.stdout and holder.stderr
         try:
             if holder.stdout.readline() != "ready\n":
                 reason = holder.stderr.read().strip() or "it ended"
@@ -154,8 +149,7 @@ def start_hosts(link: Loopback, count: int, *arguments: str) -> Iterator[worker_
     command = [*link.command, sys.executable, *arguments]
     quiet = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     with reserved_ports(count) as addresses:
-        configs = [tf_config(addresses, index) for index in range(count)]
-        variables = [{**quiet, "TF_CONFIG": config} for config in configs]
+        variables = [{**quiet, "TF_CONFIG": tf_config(addresses, i)} for i in range(count)]
         with worker_pool.start_workers(command, variables) as pool:
             yield pool
 
@@ -191,7 +185,7 @@ class _Training:
         keras.utils.set_random_seed(_SEED)
         with strategy.scope():
             self._model = _build_model(num_blocks)
-            self._optimizer = keras.optimizers.SGD(_LEARNING_RATE)
+            self._optimizer = keras.optimizers.SGD(0.01)
             self._optimizer.build(self._model.trainable_variables)
         # The same in each worker.
         generator = np.random.default_rng(_SEED)
@@ -278,5 +272,5 @@ class _Trainings:
         return training.step(updates=name != ALONE)
 
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # It is one of the processes.
     worker_pool.serve(_Trainings)

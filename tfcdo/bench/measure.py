@@ -93,8 +93,8 @@ class Implementation:
         return None if status.can_run else str(status)
 
     def check_arguments(self, devices: Sequence[str]) -> None:
-        """Sums a number on each device; `ValueError` if arguments only prove wrong there."""
-        if "(" not in self.name:
+        """Sums a number on each device; `ValueError` if one's own class only proves wrong there."""
+        if self.name in _KNOWN:
             return
         numbers = on_each(devices, lambda: tf.ones([]))
         try:
@@ -116,8 +116,7 @@ def _default(devices: tuple[str, ...]) -> Callable[..., Sequence[Any]]:
 def parse(name: str) -> list[Implementation]:
     """Makes the implementations that a name stands for: a package, or Python for one."""
     if name in (OURS, TENSORFLOW, "all"):
-        known = [parse(one)[0] for one in _KNOWN]
-        return [one for one in known if name in (one.package, "all")]
+        return [one for known in _KNOWN for one in parse(known) if name in (one.package, "all")]
     if name == _STRATEGY_DEFAULT:
         return [Implementation(name, None)]
     try:

@@ -36,14 +36,14 @@ class Measurement:
     state_bytes: int | None = None  # The optimizer's, on all devices.
 
     @property
-    def is_noise(self) -> bool:
-        """Returns whether the time is not larger than its own spread."""
-        return self.seconds <= self.spread
+    def certain_seconds(self) -> float:
+        """Returns the time; NaN if it is noise, not larger than its own spread."""
+        return self.seconds if self.seconds > self.spread else math.nan
 
     @property
     def algbw(self) -> float:
         """Returns the bytes per second that the caller sees; NaN if the time is noise."""
-        return math.nan if self.is_noise else self.size / self.seconds
+        return self.size / self.certain_seconds
 
     @property
     def busbw(self) -> float:

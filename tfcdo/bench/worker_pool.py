@@ -16,9 +16,6 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
-# Number of lines shown of a failed worker's output.
-_SHOWN_LINES = 8
-
 
 class WorkerError(RuntimeError):
     """Says which worker failed, and with which error."""
@@ -61,14 +58,12 @@ class _Worker:
         try:
             while self._unanswered:
                 if not self._channel.poll(max(0.0, deadline - time.monotonic())):
-                    lines = self._last_lines()
-                    raise WorkerTimeoutError(f"{self._name} did not answer in time{lines}")
+                    raise WorkerTimeoutError(self._with_output("did not answer in time"))
                 result, error = self._channel.recv()
                 self._unanswered -= 1
         except (EOFError, ConnectionError):
-            status = self._process.wait()
-            lines = self._last_lines()
-            raise WorkerLostError(f"{self._name} ended with status {status}{lines}") from None
+            end = f"ended with status {self._process.wait()}"
+            raise WorkerLostError(self._with_output(end)) from None
         if error:
             raise WorkerError(error)
         return result
@@ -80,10 +75,10 @@ class _Worker:
         self._process.wait()
         self._output.close()
 
-    def _last_lines(self) -> str:
+    def _with_output(self, end: str) -> str:
         self._output.seek(0)
-        lines = self._output.read().decode(errors="replace").splitlines()[-_SHOWN_LINES:]
-        return ":\n" + "\n".join(lines) if lines else ""
+        lines = self._output.read().decode(errors="replace").splitlines()[-8:]
+        return "\n".join([f"{self._name} {end}{':' * bool(lines)}", *lines])
 
 
 class WorkerPool:

@@ -12,17 +12,9 @@ import numpy as np
 
 from tfcdo.exchange import dtypes
 
-Shape = tuple[int, ...]
-
 # The dtypes by the names that nccl-tests has for them.
-DTYPES = {
-    "float": "float32",
-    "double": "float64",
-    "half": "float16",
-    "bfloat16": "bfloat16",
-    "int32": "int32",
-    "int64": "int64",
-}
+DTYPES = {"float": "float32", "double": "float64", "half": "float16"}
+DTYPES |= {name: name for name in ("bfloat16", "int32", "int64")}
 
 # The optimizers of Keras whose updates are measured, by the names that it has for them.
 OPTIMIZERS = (
@@ -43,7 +35,7 @@ class Workload:
     """Values that are all-reduced together."""
 
     name: str
-    shapes: tuple[Shape, ...]
+    shapes: tuple[tuple[int, ...], ...]
     dtype: str = "float32"
 
     @property

@@ -9,7 +9,7 @@ import math
 import os
 import pathlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal
+from typing import TYPE_CHECKING
 
 import click
 import msgspec
@@ -126,6 +126,7 @@ def bench(
     if optimizer:
         from tfcdo.bench import updates  # It needs Keras.
 
+        options.refuse((optimizer not in updates.BY_NAME, f"this Keras has no {optimizer}"))
         with options.progress() as track:
             found = updates.run(optimizer, devices, iterations, warmup, track)
         size = format_bytes(found[0].size)
@@ -138,12 +139,15 @@ def bench(
         workloads.one_value(size, dtype) for size in workloads.sizes(minbytes, maxbytes, stepfactor)
     ]
     compared = _compared(names, devices, dtype, console)
-    with options.progress() as track:
-        # Sizes below one element are rounded up to it: each workload is measured once.
-        groups = [
-            measure.run(workload, devices, compared, iterations, warmup, track)
-            for workload in track(list(dict.fromkeys(benched)), description="workloads")
-        ]
+    try:
+        with options.progress() as track:
+            # Sizes below one element are rounded up to it: each workload is measured once.
+            groups = [
+                measure.run(workload, devices, compared, iterations, warmup, track)
+                for workload in track(list(dict.fromkeys(benched)), description="workloads")
+            ]
+    except (MemoryError, tf.errors.ResourceExhaustedError) as error:
+        raise click.ClickException(f"out of memory: {worker_pool.first_line(error)}") from error
     for group in groups:
         one = group[0]
         work = "sum" if one.workload == "sweep" else f"sum of {one.workload}'s gradients"
@@ -260,14 +264,13 @@ def _write_json(found: Sequence[Measurement], path: pathlib.Path | None, descrip
 def _show(title: str, measured: Sequence[Measurement], console: Console) -> None:
     """Prints a table of measurements, without the columns that they have no values for."""
     theirs = results.fastest(measured, TENSORFLOW)
+    their_seconds = theirs.certain_seconds if theirs else math.nan
     sent_of_theirs = theirs.bytes_sent if theirs else None
 
     def time(seconds: float) -> str:
         return format_seconds(seconds) if seconds >= 0 else "< noise"
 
     columns: Mapping[str, Callable[[Measurement], str | Text]] = {
-        # In 80 columns there is no room for more.
-        "\n": lambda one: one.name.replace("num_packs=", "").replace("AllReduce", ""),
         "time\n": lambda one: time(one.seconds),
         "±\n": lambda one: time(one.spread),
         "algbw\n(GB/s)": lambda one: "" if one.wrong is None else _number(one.algbw, 1e9),
@@ -275,7 +278,9 @@ def _show(title: str, measured: Sequence[Measurement], console: Console) -> None
         "#wrong\n": lambda one: (
             "" if one.wrong is None else Text(str(one.wrong), "bold red" if one.wrong else "")
         ),
-        "of\nTF": lambda one: "" if one.kind == BASELINE else _ratio(one, theirs),
+        "of\nTF": lambda one: (
+            "" if one.kind == BASELINE else _number(one.certain_seconds, their_seconds)
+        ),
         "first call\n(s)": lambda one: _number(one.first_call),
         "state\n(MB)": lambda one: _number(one.state_bytes, 1e6),
         "sent\n(MB)": lambda one: _number(one.bytes_sent, 1e6),
@@ -283,28 +288,20 @@ def _show(title: str, measured: Sequence[Measurement], console: Console) -> None
     }
     table = Table(title=title, box=box.SIMPLE_HEAD, padding=(0, 1, 0, 0), pad_edge=False)
     table.title_justify = "left"
-    shown: list[list[str | Text]] = []
-    for heading, cell in columns.items():
-        cells = [cell(one) for one in measured]
-        if any(cells):
-            justify: Literal["left", "right"] = "right" if shown else "left"
-            table.add_column(heading, justify=justify, no_wrap=bool(shown), overflow="fold")
-            shown.append(cells)
-    for one, *cells in zip(measured, *shown, strict=True):
+    table.add_column("\n", overflow="fold")
+    shown = {heading: cell for heading, cell in columns.items() if any(map(cell, measured))}
+    for heading in shown:
+        table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
+    for one in measured:
+        # In 80 columns there is no room for more.
+        name = one.name.replace("num_packs=", "").replace("AllReduce", "")
         style = {TENSORFLOW: "", BASELINE: "dim", ALONE: "dim"}.get(one.kind, "bold")
-        table.add_row(*cells, style=style)
+        table.add_row(name, *(cell(one) for cell in shown.values()), style=style)
     console.print(table)
 
 
 def _number(value: float | None, unit: float | None = 1.0) -> str:
-    """Formats a number in a unit; "-" for NaN."""
+    """Formats a number in a unit; "-" where either is NaN."""
     if value is None or not unit:
         return ""
-    return "-" if math.isnan(value) else f"{value / unit:.2f}"
-
-
-def _ratio(one: Measurement, other: Measurement | None) -> str:
-    """Formats one time as a multiple of another; "-" where either is lost in the noise."""
-    if other is None or one.seconds <= 0 or other.is_noise:
-        return "-"
-    return f"{one.seconds / other.seconds:.2f}"
+    return "-" if math.isnan(value / unit) else f"{value / unit:.2f}"

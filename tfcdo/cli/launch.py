@@ -22,7 +22,6 @@ from tfcdo.cli import options
 from tfcdo.cluster import config, worker
 from tfcdo.launch import supervisor
 
-_MOST_WORKERS = 256
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _EXAMPLES = """
   Run a training script in several workers.
@@ -45,8 +44,6 @@ _GROUPS = {
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
 }
-# First port, ports per job, number of ranges: Slurm jobs share them, below Linux's own choices.
-_FIRST_PORT, _PORTS, _JOBS = 10_000, 16, 1_250
 _SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
 # Then Slurm has bound GPUs to the task already.
 _BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
@@ -76,12 +73,10 @@ class _Command(click.Command):
             for param in self.get_params(ctx)
             if isinstance(param, click.Option) and (record := param.get_help_record(ctx))
         }
-        grouped = {name for names in _GROUPS.values() for name in names}
-        # The option of the help has another name in each version of click.
-        others = tuple(name for name in records if name not in grouped)
-        for group, names in {**_GROUPS, "Other": others}.items():
+        groups = {group: [records.pop(name) for name in names] for group, names in _GROUPS.items()}
+        for group, rows in {**groups, "Other": [*records.values()]}.items():
             with formatter.section(group):
-                formatter.write_dl([records[name] for name in names])
+                formatter.write_dl(rows)
 
 
 def _parse_workers(text: str) -> int:
@@ -91,7 +86,7 @@ def _parse_workers(text: str) -> int:
             f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
             "Ray Train, see docs/ray.md"
         )
-    return int(options.number(1, _MOST_WORKERS).parse(text))
+    return int(options.number(1, 256).parse(text))
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -267,7 +262,8 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
             f"task {rank} of {count} must be task {local} of node {node} of {hosts}, with "
             f"SLURM_STEP_TASKS_PER_NODE={deals}: use srun --distribution=block"
         )
-    first = _FIRST_PORT + _PORTS * ((job + step) % _JOBS)  # Other jobs on a node have others.
+    # Other jobs on a node have others of the 1,250 ranges, which end below Linux's own choices.
+    first = 10_000 + 16 * ((job + step) % 1_250)
     addresses = [f"{h}:{first + task}" for h, each in zip(hosts, tasks) for task in range(each)]
     return Place(tuple(addresses), range(rank, rank + 1), local, tasks[node])
 

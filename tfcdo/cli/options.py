@@ -1,7 +1,4 @@
-"""Parses options and makes consoles for several sub-commands.
-
-A letter means the same in all commands, and the same as in nccl-tests if it exists there.
-"""
+"""Options and consoles of the commands. A letter means the same in all, as in nccl-tests."""
 
 from __future__ import annotations
 
@@ -25,12 +22,9 @@ if TYPE_CHECKING:
 
 _Item = TypeVar("_Item")
 
-# The largest number of bytes that TensorFlow can count.
-_LARGEST_SIZE = 2**63 - 1
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
-_WIDTH_OF_A_PIPE = 120
 
 
 class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks take one.
@@ -72,7 +66,7 @@ def parse_size(text: str) -> int:
     # A Decimal accepts any number of digits.
     unit = _KILO[found[3]] ** _EXPONENTS[found[2]] if found else 0
     size = round(decimal.Decimal(found[1]) * unit) if found else 0
-    if size > _LARGEST_SIZE:
+    if size >= 2**63:  # TensorFlow cannot count them.
         raise ValueError("there can be at most 2^63 - 1 bytes")
     if not size:
         raise ValueError(f"{text!r} is not a number of bytes such as 4096, 64K, 1.5G or 100MB")
@@ -89,7 +83,6 @@ def parse_bandwidth(text: str) -> float:
 
 
 SIZE = Parsed("size", parse_size)
-BANDWIDTH = Parsed("bandwidth", parse_bandwidth)
 
 
 def new_file(*suffixes: str) -> Parsed:
@@ -130,7 +123,7 @@ def option(names: str, kind: Any, text: str, default: Any = None, **settings: An
 def make_console(stderr: bool = False) -> Console:
     """Makes the console that a sub-command prints on."""
     stream = sys.stderr if stderr else sys.stdout
-    width = None if stream.isatty() else _WIDTH_OF_A_PIPE
+    width = None if stream.isatty() else 120  # A pipe or a file has none.
     return Console(stderr=stderr, highlight=False, emoji=False, markup=False, width=width)
 
 
@@ -147,10 +140,7 @@ def status(message: str) -> Iterator[Callable[[str], None]]:
 
 @contextlib.contextmanager
 def progress() -> Iterator[Callable[..., Iterable[Any]]]:
-    """Shows on standard error how far sequences are: bars on a terminal, else lines.
-
-    Each sequence has a bar, and the outermost one has the lines.
-    """
+    """Shows on standard error how far sequences are: bars, or lines for the outermost one."""
     console = make_console(stderr=True)
     # Without refreshes by a thread, which would run in the middle of a measurement.
     with rich_progress.Progress(

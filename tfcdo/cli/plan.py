@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-import importlib
 import pathlib
 import re
 import sys
@@ -29,9 +28,6 @@ from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
-_MAX_HOSTS = 1024
-# More packs take more time to simulate than anyone waits.
-_MAX_PACKS = 4096
 _MACHINES = ", ".join((*PRESETS, "here"))
 
 
@@ -90,7 +86,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    options.number(1, _MAX_PACKS),
+    options.number(1, 4096),  # More take more time to simulate than anyone waits.
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(
@@ -104,11 +100,11 @@ def _read(name: str) -> str:
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
-    "--hosts num_hosts", options.number(1, _MAX_HOSTS), "Number of hosts, all like this machine."
+    "--hosts num_hosts", options.number(1, 1024), "Number of hosts, all like this machine."
 )
 @options.option(
     "--network",
-    options.BANDWIDTH,
+    options.Parsed("bandwidth", options.parse_bandwidth),
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
@@ -147,7 +143,7 @@ def plan(
         (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
     )
     if trees_file:
-        importlib.import_module("tfcdo.plot")  # Before time is spent on data for it.
+        from tfcdo import plot  # Before time is spent on data for it.
     console = options.make_console()
     topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
@@ -172,8 +168,6 @@ def plan(
             saved_file.write_text(f"{chosen.to_json()}\n", encoding="utf-8")
         console.print(f"Saved {chosen.label} in {saved_file}", soft_wrap=True)
     if trees_file:
-        from tfcdo import plot
-
         title = f"{chosen.label} on {topology.name}: {size} in {format_seconds(chosen.seconds)}"
         if chosen.bound:
             title += f", {chosen.ratio:.3f} x the bound"

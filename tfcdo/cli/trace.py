@@ -85,7 +85,7 @@ def trace(
 def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:
     """Runs a script as Python would; returns the status that it exits with."""
     sys.argv = [str(script), *arguments]
-    sys.path.insert(0, str(script.parent.absolute()))
+    sys.path.insert(0, str(script.resolve().parent))
     try:
         runpy.run_path(str(script), run_name="__main__")
     except SystemExit as error:

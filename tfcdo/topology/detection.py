@@ -155,9 +155,8 @@ def _read_nvidia_smi() -> tuple[Topology, list[int]]:
     try:
         machine = Topology.from_nvidia_smi(_run_nvidia_smi("topo", "-m"))
     except ValueError as error:
-        raise _NvidiaSmiError(
-            f"the table of `nvidia-smi topo -m` cannot be read: {error}"
-        ) from None
+        reason = f"the table of `nvidia-smi topo -m` cannot be read: {error}"
+        raise _NvidiaSmiError(reason) from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return machine, list(range(machine.num_devices))
@@ -188,16 +187,14 @@ def _run_nvidia_smi(*arguments: str) -> str:
     """Returns the output of nvidia-smi."""
     command = " ".join(("nvidia-smi", *arguments))
     try:
-        return subprocess.run(
+        return subprocess.check_output(
             ["nvidia-smi", *arguments],
             stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
             stderr=subprocess.STDOUT,
             encoding="utf-8",
             errors="replace",
             timeout=_TIMEOUT_SECONDS,
-            check=True,
-        ).stdout
+        )
     except FileNotFoundError:
         problem = "there is no nvidia-smi on the PATH"
     except subprocess.TimeoutExpired:

@@ -1,7 +1,4 @@
-"""Defines the parts of a machine: resources, links, and the wirings that machines share.
-
-A wiring may be read from the table of `nvidia-smi topo -m`.
-"""
+"""Defines resources, links, and wirings: those that machines share, and nvidia-smi's table."""
 
 from __future__ import annotations
 
@@ -10,13 +7,12 @@ import dataclasses
 import itertools
 import math
 import re
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tfcdo import checks
 
-# The simulator's reference times use 10 us for every copy: about what an op launch and a
-# peer-to-peer copy of a few bytes take.
+# Seconds of each copy by default: about an op launch and a peer-to-peer copy of a few bytes.
 LATENCY = 10e-6
 # Bytes per second, each way: one NVLink of a V100 (and of its successors up to the H200), a path
 # through the host, a device's PCIe port.
@@ -52,22 +48,15 @@ class Resource:
     def __post_init__(self) -> None:
         bandwidth = checks.check_number(f"bandwidth of {self.name!r}", self.bandwidth)
         object.__setattr__(self, "bandwidth", bandwidth)
-        if not self.bandwidth > 0:
-            raise ValueError(
-                f"bandwidth of {self.name!r} must be above 0 B/s; got {self.bandwidth}"
-            )
+        if not bandwidth > 0:
+            raise ValueError(f"bandwidth of {self.name!r} must be above 0 B/s; got {bandwidth}")
 
 
-def reached(pairs: Iterable[tuple[int, int]], start: int) -> set[int]:
+def reached(pairs: Sequence[tuple[int, int]], start: int) -> set[int]:
     """Returns the devices that some directed links reach from one device."""
-    targets = collections.defaultdict(set)
-    for source, target in pairs:
-        targets[source].add(target)
-    found, waiting = {start}, [start]
-    while waiting:
-        new = targets[waiting.pop()] - found
+    found = {start}
+    while new := {target for source, target in pairs if source in found} - found:
         found |= new
-        waiting += new
     return found
 
 
@@ -261,7 +250,13 @@ def _read_table(text: str) -> tuple[dict[tuple[int, int], str], list[str]]:
                 f"line {number}: row GPU{device} has {len(row) - 1} entries for {num_devices} GPUs"
             )
         for other, kind in enumerate(row[1 : 1 + num_devices]):
-            expected = _expected(device, other, kind, kinds)
+            expected = kind
+            if device == other:
+                expected = "X"
+            elif kind not in _KINDS and not re.fullmatch(r"NV[1-9]\d*", kind):
+                expected = f"NV# or {', '.join(_KINDS)}"
+            elif kinds.get((other, device), kind) != kind:
+                expected = f"{kinds[other, device]}, as in row GPU{other}"
             if kind != expected:
                 where = f"line {number}: row GPU{device}, column GPU{other}"
                 raise ValueError(f"{where}: expected {expected}; got {kind}")
@@ -269,14 +264,3 @@ def _read_table(text: str) -> tuple[dict[tuple[int, int], str], list[str]]:
                 kinds[device, other] = kind
         affinities.append(" ".join(row[1 + num_columns : 2 + num_columns]))
     return kinds, affinities
-
-
-def _expected(device: int, other: int, kind: str, above: Mapping[tuple[int, int], str]) -> str:
-    """Returns an entry of the table if it is correct, and else a text that says what should be."""
-    if device == other:
-        return "X"
-    if kind not in _KINDS and not re.fullmatch(r"NV[1-9]\d*", kind):
-        return f"NV# or {', '.join(_KINDS)}"
-    if above.get((other, device), kind) != kind:
-        return f"{above[other, device]}, as in row GPU{other}"
-    return kind

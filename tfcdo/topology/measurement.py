@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -104,14 +103,12 @@ class _Clock:
         known = [canonical_device(device.name) for device in tf.config.list_logical_devices()]
         left = list(known)
         for device in devices:  # TensorFlow would take another one's place.
-            found = ""
-            with contextlib.suppress(ValueError):  # It is no name of a device.
-                found = canonical_device(device)
-            if found not in left:
+            try:
+                left.remove(canonical_device(device))  # It may be named again in other words.
+            except ValueError:
                 raise ValueError(
                     f"devices must be different ones that exist; got {device!r}, there are {known}"
-                )
-            left.remove(found)  # It may be named again in other words.
+                ) from None
         self._tf = tf
         self.devices = devices
         self.progress = progress
@@ -304,8 +301,7 @@ class Measured:
 
     topology: Topology
     date: str
-    # Bytes on each device, ascending, and the seconds of an all-reduce by NCCL; none if it does not
-    # run.
+    # Bytes on each device, ascending, and seconds of NCCL's all-reduce; none if it does not run.
     nccl: tuple[tuple[int, float], ...] = ()
 
     def nccl_seconds(self, num_bytes: int) -> float | None:
@@ -332,7 +328,7 @@ def parse(content: bytes) -> Measured:
     except (ValueError, RecursionError):
         read = None  # `from_json` says what is wrong.
     if not isinstance(read, dict) or "date" not in read:
-        return Measured(Topology.from_json(content.decode()), "")
+        return Measured(Topology.from_json(content.decode("utf-8-sig")), "")
     try:
         document = msgspec.convert(of_this_format(read), _MeasuredDocument)
     except msgspec.MsgspecError as error:

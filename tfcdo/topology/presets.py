@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import math
-from typing import Any
 
 from tfcdo import checks
 from tfcdo.topology import links
@@ -73,9 +73,8 @@ def _preset(name: str, num_devices: int | None) -> Topology:
     if count > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {count}")
     whole = 8 if is_dgx1 else count
-    costs: dict[str, Any] = {}
+    machine = Topology.from_routes(name, whole, _routes(name, whole))
     if name == "shared_memory":
         # All devices add with the same cores: one adds two float streams at about this rate.
-        costs = {"addition_bandwidth": 10e9, "serial_reduction": True}
-    machine = Topology.from_routes(name, whole, _routes(name, whole), **costs)
+        machine = dataclasses.replace(machine, addition_bandwidth=10e9, serial_reduction=True)
     return machine.subset(range(count))

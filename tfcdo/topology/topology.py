@@ -1,8 +1,4 @@
-"""Defines topologies: devices, the links between them, and the resources that links share.
-
-In JSON, links name their resources where a topology numbers them. A bandwidth without a limit is
-null, because JSON has no infinity.
-"""
+"""Defines topologies: devices, the links between them, and the resources that links share."""
 
 from __future__ import annotations
 
@@ -38,7 +34,7 @@ MEASURED = "measured "
 
 
 class ResourceDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Describes a `Resource`; a bandwidth of None has no limit."""
+    """Describes a `Resource`; a bandwidth of None has no limit, because JSON has no infinity."""
 
     name: str
     bandwidth: float | None
@@ -66,11 +62,7 @@ class TopologyDocument(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown
     links: tuple[LinkDocument, ...]
 
 
-_FIELDS: dict[str, type[msgspec.Struct]] = {
-    "": TopologyDocument,
-    "resources": ResourceDocument,
-    "links": LinkDocument,
-}
+_DOCUMENTS = {"": TopologyDocument, "resources": ResourceDocument, "links": LinkDocument}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -124,8 +116,11 @@ class Topology:
             if count > 1:
                 raise ValueError(f"resources must have different names; {name!r} is duplicated")
         check_links(self.links, self.resources, self.num_devices)
-        # Numbers are floats, as in files: the fingerprints of 1 and 1.0 differ.
-        links = (dataclasses.replace(link, latency=float(link.latency)) for link in self.links)
+        # Python's own numbers, as in files: the fingerprints of 1, 1.0 and numpy's differ.
+        links = (
+            Link(int(a), int(b), float(latency), tuple(map(int, held)), bool(via_host))
+            for a, b, latency, held, via_host in (vars(link).values() for link in self.links)
+        )
         object.__setattr__(self, "links", tuple(links))
 
     @classmethod
@@ -177,27 +172,16 @@ class Topology:
         return cls(name, num_devices, tuple(resources.values()), tuple(links), **costs)
 
     def __hash__(self) -> int:
-        return self._hash
-
-    @functools.cached_property
-    def _hash(self) -> int:
-        # A topology is looked up once for each all-reduce; hashing its links is worth doing once.
-        # Without names, whose hashes differ between processes, it can be pickled.
-        return hash((self.num_devices, self.links, self.addition_bandwidth))
-
-    @property
-    def _costs(self) -> dict[str, Any]:
-        return {
-            "addition_bandwidth": self.addition_bandwidth,
-            "serial_reduction": self.serial_reduction,
-        }
+        # An all-reduce looks its topology up: the links are hashed only once.
+        return hash(self.fingerprint)
 
     @functools.cached_property
     def fingerprint(self) -> str:
         """Returns a short text that is the same for topologies that differ in names alone."""
         links = [tuple(vars(link).values()) for link in self.links]
         bandwidths = [resource.bandwidth for resource in self.resources]
-        content = (self.num_devices, *self._costs.values(), bandwidths, links)
+        costs = self.addition_bandwidth, self.serial_reduction
+        content = (self.num_devices, *costs, bandwidths, links)
         return hashlib.sha256(repr(content).encode()).hexdigest()[:16]
 
     @property
@@ -276,7 +260,9 @@ class Topology:
             for source, target in ordered_pairs(len(devices))
         ]
         name = f"{self.name}{{{','.join(map(str, devices))}}}"
-        return Topology.from_routes(name, len(devices), routes, **self._costs)
+        part = Topology.from_routes(name, len(devices), routes)
+        costs = self.addition_bandwidth, self.serial_reduction
+        return Topology(name, len(devices), part.resources, part.links, *costs)
 
     def to_json(self) -> str:
         """Returns this topology as a JSON text, which `from_json` reads.
@@ -427,9 +413,8 @@ def _explain(message: str, content: Any) -> str:
         given = given[int(step) if step.isdigit() else step]
     place = f"{path}: " if path else ""
     wanted = re.sub(", got `.*", "", wanted)
-    of_object = re.fullmatch(r"(?:(\w+)\[\d+\])?", path)
-    if of_object:
-        wanted += f" (fields: {', '.join(_FIELDS[of_object[1] or ''].__struct_fields__)})"
+    if of_object := re.fullmatch(r"(?:(\w+)\[\d+\])?", path):
+        wanted += f" (fields: {', '.join(_DOCUMENTS[of_object[1] or ''].__struct_fields__)})"
     return f"{place}{wanted[0].lower()}{wanted[1:]}; got {abbreviate(given)}"
 
 
