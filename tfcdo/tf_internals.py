@@ -298,14 +298,17 @@ def is_variable(value: Any) -> bool:
     return bool(_resource_variable_ops.is_resource_variable(value))
 
 
+def known_device(value: Any) -> str:
+    """Returns the device of a tensor; `""` if it has none yet, or only a host's name."""
+    # Where replicas meet, TensorFlow places new tensors on the host, until the graph runs. A numpy
+    # array has a device too, "cpu", which says nothing about where it is to go.
+    device = str(getattr(value, "device", ""))
+    return device if "/device:" in device else ""
+
+
 def devices_of_values(value: Any) -> tuple[str, ...]:
     """Returns the devices of a distributed value's components, in the order of the replicas."""
-    # `""` is one that is not known while tracing, where TensorFlow's placer decides later. A numpy
-    # array has a device too, "cpu", which says nothing about where it is to go.
-    return tuple(
-        "" if isinstance(one, (np.ndarray, np.generic)) else getattr(one, "device", None) or ""
-        for one in value.values
-    )
+    return tuple(map(known_device, value.values))
 
 
 def replicas_of_plain_value() -> int:

@@ -76,7 +76,8 @@ class DestinationsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         def trace():
             with tf.device("/job:localhost/task:0"):
                 tensor = tf.constant(1.0)
-            self.assertEqual(check_pair(tensor, "CPU:0").devices, ("",))
+            for value in (tensor, tf_internals.per_replica([tensor])):
+                self.assertEqual(check_pair(value, "CPU:0").devices, ("",))
             with tf.device("/job:localhost/task:0/device:CPU:1"):
                 tensor = tf.identity(tensor)
             self.assertEqual(check_pair(tensor, "CPU:0").devices, (tensor.device,))

@@ -282,14 +282,13 @@ class _Case:
 
     def sizes(self) -> None:
         """A size that differs from step to step; it must not differ from host to host."""
-        strategy, signature = self.strategy, [tf.TensorSpec([None])]
-        add = tf.function(
-            lambda value: strategy.reduce("SUM", strategy.run(tf.square, (value,)), None), signature
-        )
+        strategy, run, spec = self.strategy, self.strategy.run, [tf.TensorSpec([None])]
+        add = tf.function(lambda v: strategy.reduce("SUM", run(tf.square, (v,)), None), spec)
         for size in (*range(1, 65), 128):
             np.testing.assert_equal(add(tf.fill([size], 2.0)).numpy(), [4.0 * self.replicas] * size)
-        with np.testing.assert_raises_regex(tf.errors.InvalidArgumentError, "different sizes"):
-            add(tf.ones([8 + (self.host == 0)]))
+        for call in (add, lambda v: strategy.gather(run(tf.expand_dims, (v, 0)), 0)):
+            with np.testing.assert_raises_regex(tf.errors.InvalidArgumentError, "different sizes"):
+                call(tf.ones([22 + (self.host == 0)]))
 
     def options(self) -> None:
         """Packs of a few bytes: many collectives, on all devices in turn."""

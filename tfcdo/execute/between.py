@@ -248,13 +248,24 @@ class Collectives:
         wide = on_each(devices, lambda own, total: tf.cast(own, total.dtype), tensors, totals)
         return _gradient_of_sums(self.network, tuple(devices)).of(totals, wide, devices)
 
-    def all_gather(self, tensors: Sequence[tf.Tensor], device: str) -> list[tf.Tensor]:
+    def all_gather(
+        self, tensors: Sequence[tf.Tensor], device: str, check: bool = False
+    ) -> list[tf.Tensor]:
         """Concatenates the rows of all hosts, in their order; numbers of rows may differ."""
-        # One collective for the numbers of rows, and one for each dtype that TensorFlow gathers.
+        # One collective for the numbers, or for whole shapes where plans do not compare them, and
+        # one for each dtype that TensorFlow gathers.
         with tf.device(device):
             sent = [_as_copied(tensor) for tensor in tensors]
-            rows = tf.stack([tf.shape(tensor, tf.int64)[0] for tensor in sent])
-            [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [rows[tf.newaxis]], [device])
+            shapes = [tf.shape(tensor, tf.int64)[: None if check else 1] for tensor in sent]
+            here = tf.concat(shapes, 0)[tf.newaxis]
+            [counts] = self.emit(tf.raw_ops.CollectiveGatherV2, [here], [device])
+            if check:
+                are_rows = tf.concat([tf.range(tf.size(shape)) < 1 for shape in shapes], 0)
+                others = tf.boolean_mask(counts, ~are_rows, axis=1)
+                message = "hosts gather tensors of different sizes, other than along the axis"
+                same = tf.debugging.assert_equal(others, others[:1], message)
+                with tf.control_dependencies([] if same is None else [same]):
+                    counts = tf.boolean_mask(counts, are_rows, axis=1)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
                 groups.setdefault(tensor.dtype, []).append(index)
@@ -294,11 +305,11 @@ class Collectives:
     def concat(self, tensors: Sequence[tf.Tensor], axis: Any, device: str) -> list[tf.Tensor]:
         """Concatenates tensors of all hosts along an axis, by the collectives of `all_gather`."""
         if tf.get_static_value(axis) == 0:
-            return self.all_gather(tensors, device)
+            return self.all_gather(tensors, device, check=True)
         with tf.device(device):
             turns = [_axis_first(tf.rank(tensor), axis) for tensor in tensors]
             first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
-            gathered = self.all_gather(first, device)
+            gathered = self.all_gather(first, device, check=True)
             results = []
             for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
                 result = tf.transpose(rows, back)

@@ -281,11 +281,8 @@ class PackCodec:
 
     def _errors(self, tensors: Sequence[tf.Tensor], node: int) -> list[tf.Variable]:
         assert self.residuals is not None
+        make, name = self.residuals.variable, f"pack{self.pack}_tensor"
         return [
-            self.residuals.variable(
-                node,
-                f"pack{self.pack}_tensor{index}",
-                functools.partial(tf.zeros, tensor.shape, tensor.dtype),
-            )
+            make(node, f"{name}{index}", functools.partial(tf.zeros, tensor.shape, tensor.dtype))
             for index, tensor in enumerate(tensors)
         ]

@@ -228,7 +228,6 @@ def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
 def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Runtime) -> list[Any]:
     """Adds the other hosts' parts, divides and rounds, on the root."""
     pack = plan.packs[index]
-    step = pack.root
     if runtime.collectives is not None:
         with tf.name_scope("across_hosts"):
             match pack.kind:
@@ -242,16 +241,16 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = _exchanged(plan, index, total, root, runtime)
     if pack.kind == "concat":
         return total
-    dtype = tf.as_dtype(pack.dtype)
+    divide, dtype = pack.root.divide, tf.as_dtype(pack.dtype)
     with tf.device(root):
         if pack.kind == "rows":
             return [
                 tf.IndexedSlices(
-                    device_ops.finish(own.values, step.divide, dtype), own.indices, own.dense_shape
+                    device_ops.finish(own.values, divide, dtype), own.indices, own.dense_shape
                 )
                 for own in total
             ]
-        return [device_ops.finish(own, step.divide, dtype) for own in total]
+        return [device_ops.finish(own, divide, dtype) for own in total]
 
 
 def _exchanged(

@@ -192,7 +192,7 @@ def _reduction(value: Any, destinations: Any) -> Reduction:
     else:
         tensor = _as_tensor(value, "")
         count = tf_internals.replicas_of_plain_value()
-        devices, components = (known_device(tensor),) * count, (tensor,) * count
+        devices, components = (tf_internals.known_device(tensor),) * count, (tensor,) * count
     return Reduction(components, devices, devices_of(destinations))
 
 
@@ -329,13 +329,6 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
             f"destinations must name at least one device; got {brief(destinations)}, which has none"
         )
     return (existing_device("destinations", device),)
-
-
-def known_device(value: Any) -> str:
-    """Returns the device of a tensor; `""` if it has none yet, or only a host's name."""
-    # Where replicas meet, TensorFlow places new tensors on the host, until the graph runs.
-    device = getattr(value, "device", None) or ""
-    return device if tf.DeviceSpec.from_string(device).device_type else ""
 
 
 def existing_device(name: str, device: str) -> str:

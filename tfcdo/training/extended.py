@@ -13,7 +13,6 @@ import tensorflow as tf
 from tfcdo import checks, keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
-from tfcdo.execute import request
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
 from tfcdo.training import parts, statistics, step
@@ -343,7 +342,7 @@ class ReplicaExtended:
         # Arguments of a traced function have no device yet.
         if isinstance(destinations, (str, tf_internals.DistributedValues)):
             return destinations
-        return destinations if request.known_device(destinations) else self.worker_devices[0]
+        return destinations if tf_internals.known_device(destinations) else self.worker_devices[0]
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
