@@ -18,6 +18,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common import variables as _variables
+from keras.src.backend.tensorflow import nn as _nn
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -71,6 +72,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "assign_sub", ("self", "variable", "value")),
     *((wrapper, "apply", ("self", "grads", "trainable_variables")) for wrapper in WRAPPERS),
     *((distiller, "compute_loss", ("self",)) for distiller in DISTILLERS),
+    (_nn, "_compute_moments_sync", ("x", "axes", "keepdims")),
     (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),
@@ -525,6 +527,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 
 
 RANDOM = _random
+NN = _nn
 LOSSES = _loss
 TRAINER = _trainer
 COMPILE_UTILS = _compile_utils

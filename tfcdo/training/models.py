@@ -102,6 +102,7 @@ def install() -> None:
     extend(keras.Layer, "_clear_losses", losses.cleared)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
+    extend(keras_internals.NN, "_compute_moments_sync", statistics.synchronized)
 
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:

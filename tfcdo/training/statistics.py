@@ -210,6 +210,12 @@ def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     return mean, tf.math.divide_no_nan(square, count)
 
 
+def synchronized(own: Callable[..., Any], inputs: Any, *args: Any) -> Any:
+    """Stands for `_compute_moments_sync`, as of `keras.ops.moments`: leaves a stand-in out."""
+    here = step.current_several()
+    return own(inputs if here is None else here.without_stand_in(inputs), *args)
+
+
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
     """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
     return list(tf.unstack(step.summed(tf.stack(values))))
