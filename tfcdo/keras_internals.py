@@ -88,6 +88,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
+    (keras.Layer, "__setattr__", ("self", "name", "value")),
     (keras.Layer, "add_loss", ("self", "loss")),
     (keras.Layer, "_get_own_losses", ("self",)),
     (keras.Layer, "_get_regularization_losses", ("self",)),
@@ -526,11 +527,8 @@ def seed_of(seed: Any) -> tf.Tensor:
     return _random._cast_seed(_random.draw_seed(seed))
 
 
-RANDOM = _random
-NN = _nn
-LOSSES = _loss
-TRAINER = _trainer
-COMPILE_UTILS = _compile_utils
+RANDOM, NN, LOSSES = _random, _nn, _loss
+TRAINER, COMPILE_UTILS = _trainer, _compile_utils
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

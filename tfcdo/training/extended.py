@@ -365,11 +365,21 @@ def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) 
     @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         here = steps[tf_internals.replica_on_host()]
+        context = tf.distribute.get_replica_context()
+        context.merge_call = functools.partial(_meet, context.merge_call, here)
         entered = step.during(step=here, host_alone=alone, method=method)
         with entered, tf.control_dependencies(after):
             return fn(*args, **kwargs)
 
     return on_replica
+
+
+def _meet(merge_call: Any, here: ReplicaStep, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a replica's `merge_call`; layers then have the attributes that it has set."""
+    result = merge_call(*args, **kwargs)
+    for (_, name), (layer, value) in here.attributes.items():
+        vars(layer)[name] = value
+    return result
 
 
 def _none_empty(rows_of_all: Sequence[Any]) -> Any:
