@@ -32,8 +32,7 @@ def scaled(own: Function, value: Any) -> Any:
 
 def _is_of_all() -> bool:
     """Returns whether a loss is one of all examples: in the scope, outside of a step."""
-    ours = step.is_ours(tf.distribute.get_strategy())
-    return ours and tf.distribute.in_cross_replica_context()
+    return step.is_ours(tf.distribute.get_strategy()) and tf.distribute.in_cross_replica_context()
 
 
 def unscaled(own: Function, value: Any) -> Any:
@@ -256,14 +255,18 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
         for number in values:  # Each counts as one.
             averaged(own, metric, number)
         return None
-    is_loss = id(values) in here.losses
-    if not is_loss and (sample_weight is not None or here.reports or _are_per_row(here, values)):
+    # With a weight for all of a batch, Keras takes the mean of values. An int may count a part.
+    is_loss, is_of_all = id(values) in here.losses, isinstance(sample_weight, float)
+    is_own = sample_weight is not None or here.reports or _are_per_row(here, values)
+    if is_own and not is_loss and not is_of_all:
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))
     if is_loss:  # It is multiplied by the share already.
         mean = tf.math.divide_no_nan(mean, share)
-    return own(metric, mean, share if sample_weight is None else sample_weight)
+    if sample_weight is None or is_of_all:
+        sample_weight = share * (1.0 if sample_weight is None else sample_weight)
+    return own(metric, mean, sample_weight)
 
 
 @tf.autograph.experimental.do_not_convert
