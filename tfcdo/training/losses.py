@@ -249,24 +249,22 @@ def _are_per_row(here: step.ReplicaStep, values: Any) -> bool:
 def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
     """Stands for `Mean.update_state`: numbers of a batch count by this replica's rows."""
     here = step.current_several()
-    if here is None:
+    if here is None or keras_internals.has_mask(values):  # A mask gives each row a weight.
         return own(metric, values, sample_weight)
     if isinstance(values, (list, tuple)) and sample_weight is None and not any(map(_rank, values)):
         for number in values:  # Each counts as one.
             averaged(own, metric, number)
         return None
-    # With a weight for all of a batch, Keras takes the mean of values. An int may count a part.
-    is_loss, is_of_all = id(values) in here.losses, isinstance(sample_weight, float)
-    is_own = sample_weight is not None or here.reports or _are_per_row(here, values)
-    if is_own and not is_loss and not is_of_all:
+    # With one weight for a batch, Keras takes the mean of values. An int may count a part's rows.
+    is_loss, weight = id(values) in here.losses, 1.0 if sample_weight is None else sample_weight
+    are_of_rows = sample_weight is None and (here.reports or _are_per_row(here, values))
+    if not is_loss and (are_of_rows or not isinstance(weight, float)):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))
     if is_loss:  # It is multiplied by the share already.
         mean = tf.math.divide_no_nan(mean, share)
-    if sample_weight is None or is_of_all:
-        sample_weight = share * (1.0 if sample_weight is None else sample_weight)
-    return own(metric, mean, sample_weight)
+    return own(metric, mean, share * weight if isinstance(weight, float) else weight)
 
 
 @tf.autograph.experimental.do_not_convert
