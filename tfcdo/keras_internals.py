@@ -20,6 +20,7 @@ import numpy as np
 import tensorflow as tf
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common import variables as _variables
+from keras.src.backend.tensorflow import nn as _nn
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -73,6 +74,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (TFOptimizer, "assign_sub", ("self", "variable", "value")),
     *((wrapper, "apply", ("self", "grads", "trainable_variables")) for wrapper in WRAPPERS),
     *((distiller, "compute_loss", ("self",)) for distiller in DISTILLERS),
+    (_nn, "_compute_moments_sync", ("x", "axes", "keepdims")),
     (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
     (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
     (_loss, "scale_loss_for_distribution", ("value",)),
@@ -88,6 +90,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
     (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
     (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
+    (keras.Layer, "__setattr__", ("self", "name", "value")),
     (keras.Layer, "add_loss", ("self", "loss")),
     (keras.Layer, "_get_own_losses", ("self",)),
     (keras.Layer, "_get_regularization_losses", ("self",)),
@@ -532,10 +535,8 @@ def seed_of(seed: Any) -> tf.Tensor:
     return _random._cast_seed(_random.draw_seed(seed))
 
 
-RANDOM = _random
-LOSSES = _loss
-TRAINER = _trainer
-COMPILE_UTILS = _compile_utils
+RANDOM, NN, LOSSES = _random, _nn, _loss
+TRAINER, COMPILE_UTILS = _trainer, _compile_utils
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

@@ -72,6 +72,7 @@ class LossesTest(kt.TrainingTestCase):
         def loss(targets: tf.Tensor, outputs: tf.Tensor) -> tf.Tensor:
             squares = keras.ops.square(targets - outputs)
             self.metric.update_state(keras.ops.mean(squares))
+            self.metric.update_state(squares, 0.5)  # Keras takes their mean.
             return keras.ops.sum(squares) if reduction == "sum" else keras.ops.mean(squares)
 
         class Own(keras.losses.Loss):
@@ -151,11 +152,9 @@ class LossesTest(kt.TrainingTestCase):
                 number = keras.losses.MeanAbsoluteError()(targets, outputs)
                 return number + keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
 
-        loss = Own(reduction=reduction)
+        make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=Own(reduction=reduction))
         options: dict[str, Any] = {"sample_weight": weights, "batch_size": 3}
-        self.check_as_on_one_device(
-            lambda _: kt.model_of(kt.dense_layers, "sgd", loss=loss), *kt.dense_data(6), **options
-        )
+        self.check_as_on_one_device(lambda _: make(), *kt.dense_data(6), **options)
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):
@@ -222,7 +221,8 @@ class LossesTest(kt.TrainingTestCase):
             def call(self, x: Any) -> Any:
                 self.add_loss(keras.ops.mean(keras.ops.square(x - 1)))
                 self.add_loss(keras.losses.MeanAbsoluteError()(keras.ops.zeros_like(x), x))
-                return x
+                self.kept = x  # Another replica's does not take its place as replicas meet.
+                return -0.1 * keras.ops.moments(x, [0], synchronized=True)[0] + self.kept
 
         # Before 3.14, Keras did not divide its sum by the examples.
         divides = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
@@ -236,9 +236,9 @@ class LossesTest(kt.TrainingTestCase):
         def make(on_one_device: bool) -> keras.Model:
             return kt.model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
 
-        tried = kt.dense_data(8) if run_eagerly else None
-        options: dict[str, Any] = {"batch_size": 7, "validation_data": tried}
-        self.check_as_on_one_device(make, *kt.dense_data(8), tolerance=2e-6, **options)
+        tried = kt.dense_data(9) if run_eagerly else None
+        options: dict[str, Any] = {"batch_size": 7, "replicas": 3, "validation_data": tried}
+        self.check_as_on_one_device(make, *kt.dense_data(9), tolerance=2e-6, **options)
 
     @parameterized.parameters(True, False)
     def test_gradients_of_gradients_where_replicas_meet(self, normalizes):

@@ -112,7 +112,8 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         trace.are_losses = [id(one) in here.losses for one in tf.nest.flatten(outputs)]
         return outputs, trace.gradients
 
-    name = _name(step)
+    owner = getattr(getattr(step, "__self__", None), "name", None)
+    name = f"{owner}." * bool(owner) + getattr(step, "__name__", repr(step))
     reason: str | None = None
     try:
         compiled = tf.function(traced, jit_compile=True, autograph=False)
@@ -161,9 +162,3 @@ def _check_last_use(function: Any, trace: Trace) -> None:
     for op in function.graph.get_operations()[trace.ops_before_update :]:
         if any(id(tensor) in changed for tensor in op.inputs):
             raise _NotCompiledError(f"it uses a variable after its update, in {op.name}")
-
-
-def _name(step: Callable[..., Any]) -> str:
-    name = getattr(step, "__name__", repr(step))
-    owner = getattr(getattr(step, "__self__", None), "name", None)
-    return f"{owner}.{name}" if owner else name

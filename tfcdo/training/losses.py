@@ -32,8 +32,7 @@ def scaled(own: Function, value: Any) -> Any:
 
 def _is_of_all() -> bool:
     """Returns whether a loss is one of all examples: in the scope, outside of a step."""
-    ours = step.is_ours(tf.distribute.get_strategy())
-    return ours and tf.distribute.in_cross_replica_context()
+    return step.is_ours(tf.distribute.get_strategy()) and tf.distribute.in_cross_replica_context()
 
 
 def unscaled(own: Function, value: Any) -> Any:
@@ -250,20 +249,22 @@ def _are_per_row(here: step.ReplicaStep, values: Any) -> bool:
 def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None) -> Any:
     """Stands for `Mean.update_state`: numbers of a batch count by this replica's rows."""
     here = step.current_several()
-    if here is None:
+    if here is None or keras_internals.has_mask(values):  # A mask gives each row a weight.
         return own(metric, values, sample_weight)
     if isinstance(values, (list, tuple)) and sample_weight is None and not any(map(_rank, values)):
         for number in values:  # Each counts as one.
             averaged(own, metric, number)
         return None
-    is_loss = id(values) in here.losses
-    if not is_loss and (sample_weight is not None or here.reports or _are_per_row(here, values)):
+    # With one weight for a batch, Keras takes the mean of values. An int may count a part's rows.
+    is_loss, weight = id(values) in here.losses, 1.0 if sample_weight is None else sample_weight
+    are_of_rows = sample_weight is None and (here.reports or _are_per_row(here, values))
+    if not is_loss and (are_of_rows or not isinstance(weight, float)):
         return own(metric, values, sample_weight)
     share = here.share(metric.dtype)
     mean = here.keep(tf.cast(values, metric.dtype))
     if is_loss:  # It is multiplied by the share already.
         mean = tf.math.divide_no_nan(mean, share)
-    return own(metric, mean, share if sample_weight is None else sample_weight)
+    return own(metric, mean, share * weight if isinstance(weight, float) else weight)
 
 
 @tf.autograph.experimental.do_not_convert

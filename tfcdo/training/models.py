@@ -97,12 +97,31 @@ def install() -> None:
         extend(distiller, "compute_loss", losses.distilled)
     extend(trainer, "_aggregate_additional_loss", losses.additional)
     extend(keras.metrics.Mean, "update_state", losses.averaged)
+    extend(keras.Layer, "__setattr__", _set_attribute)
+    extend(tf.distribute.ReplicaContext, "merge_call", _meet)
     extend(keras.Layer, "add_loss", losses.added)
     extend(keras.Layer, "_get_own_losses", losses.of_layer)
     extend(keras.Layer, "_get_regularization_losses", losses.regularized)
     extend(keras.Layer, "_clear_losses", losses.cleared)
     extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
     extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
+    extend(keras_internals.NN, "_compute_moments_sync", statistics.synchronized)
+
+
+def _set_attribute(own: Function, layer: Any, name: str, value: Any) -> None:
+    """Notes what a replica sets in a step, such as `self.features = x`: others set it, too."""
+    own(layer, name, value)
+    if (here := step.now.step) is not None and name in vars(layer):
+        here.attributes[id(layer), name] = layer, vars(layer)[name]
+
+
+def _meet(own: Function, context: Any, *args: Any, **kwargs: Any) -> Any:
+    """Lets replicas meet; then layers have the attributes that this one has set."""
+    result = own(context, *args, **kwargs)
+    if (here := step.now.step) is not None:
+        for (_, name), (layer, value) in here.attributes.items():
+            vars(layer)[name] = value
+    return result
 
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
@@ -287,7 +306,8 @@ def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     as_dict = call.arguments.get("return_dict", False)
     call.arguments["return_dict"] = True
     logs = own(*call.args, **call.kwargs)
-    logs = {name: _as_number(value) for name, value in _of_all_replicas(model, logs).items()}
+    arrays = {name: np.asarray(value) for name, value in _of_all_replicas(model, logs).items()}
+    logs = {name: value if value.ndim else float(value) for name, value in arrays.items()}
     return logs if as_dict else keras_internals.metrics_in_order(model, logs)
 
 
@@ -320,12 +340,6 @@ def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
         }
 
     return replaced(logs)
-
-
-def _as_number(value: Any) -> Any:
-    """Returns a number for a tensor of one, as Keras does; else an array."""
-    array = np.asarray(value)
-    return array if array.ndim else float(array)
 
 
 def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:

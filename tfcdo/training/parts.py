@@ -191,14 +191,13 @@ def _sizes(spec: Any) -> list[int | None]:
 
 def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset of copies: replicas might write into an array that Python still has."""
+
     # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
     # then takes the last part to be alone in using the memory, so that an op may write into it.
     # `map` passes the parts of a plain tuple, but not of a named one.
-    is_tuple = type(dataset.element_spec) is tuple
-
     @tf.autograph.experimental.do_not_convert
     def own(*parts: Any) -> Any:
-        return _copies(parts if is_tuple else parts[0])
+        return _copies(parts if type(dataset.element_spec) is tuple else parts[0])
 
     return dataset.map(own)
 

@@ -78,13 +78,10 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
                     getattr(component, method)(sparse_delta, *args, **kw)
         return self
 
-    scatter_add = functools.partialmethod(_scatter, "scatter_add")
-    scatter_div = functools.partialmethod(_scatter, "scatter_div")
-    scatter_max = functools.partialmethod(_scatter, "scatter_max")
-    scatter_min = functools.partialmethod(_scatter, "scatter_min")
-    scatter_mul = functools.partialmethod(_scatter, "scatter_mul")
-    scatter_sub = functools.partialmethod(_scatter, "scatter_sub")
-    scatter_update = functools.partialmethod(_scatter, "scatter_update")
+
+for _name in ("add", "div", "max", "min", "mul", "sub", "update"):
+    _method = functools.partialmethod(OwnVariable._scatter, f"scatter_{_name}")
+    setattr(OwnVariable, f"scatter_{_name}", _method)
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
@@ -208,6 +205,12 @@ def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     squares = tf.square(inputs - tf.reshape(mean, shape)) * weights
     [square] = _together([tf.reduce_sum(squares, axes)])
     return mean, tf.math.divide_no_nan(square, count)
+
+
+def synchronized(own: Callable[..., Any], inputs: Any, *args: Any) -> Any:
+    """Stands for `_compute_moments_sync`, as of `keras.ops.moments`: leaves a stand-in out."""
+    here = step.current_several()
+    return own(inputs if here is None else here.without_stand_in(inputs), *args)
 
 
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

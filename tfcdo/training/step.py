@@ -51,6 +51,8 @@ class ReplicaStep:
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
+    # What this replica has set of layers' attributes, by the layer's identity and their names.
+    attributes: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     # In a loss or metric: makes a loss that it calls the number that it expects, see `losses.py`.
     of_inner: Callable[[Any], Any] | None = None

@@ -176,7 +176,7 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
             raise ValueError(
                 f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
                 f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
-                "move the line that makes the model into `with strategy.scope():`"
+                "move the line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
             )
 
 
