@@ -430,7 +430,7 @@ class GradientsTest(kt.TrainingTestCase):
                 self.variable = keras.Variable(of_examples, trainable=False, dtype="int32")
 
             def call(self, x: Any) -> Any:
-                positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)
+                positions = keras.ops.expand_dims(keras.ops.arange(tf.shape(x)[1]), 1)[::-1, :1]
                 ones = keras.ops.ones((keras.ops.shape(x)[0], 1, 1), "int32")
                 of_batch = {"positions": positions, "token": ones, "variable": self.variable.value}
                 of_batch["tokens"] = ones * self.variable[0, 1]

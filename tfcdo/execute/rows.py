@@ -28,12 +28,12 @@ from tfcdo.plan.copy_tree import CopyTree
 # A value's part on each node; None for a node without one.
 Parts = Sequence[tf.IndexedSlices | None]
 Once = Callable[[tf.IndexedSlices], tf.IndexedSlices]
-# Ops that make indices of which no two are equal, and the input by which others pass these on:
-# Keras's lookup selects between an index and one from the end.
+# Ops that make indices of which no two are equal, and those that pass these on by their first
+# input; Keras's lookup, by its third one, selects between an index and one from the end.
 _UNIQUE = {"Range", "Unique", "UniqueWithCounts"}
 _UNIQUE |= {f"SparseSegment{how}GradV2" for how in ("Sum", "Mean", "SqrtN")}
 _READS = ("ReadVariableOp", "ResourceGather", "ResourceGatherNd")
-_PASSED_ON = {"Identity": 0, "Reshape": 0, "Cast": 0, "ExpandDims": 0, "SelectV2": 2}
+_PASSED_ON = ("Identity", "Reshape", "Cast", "ExpandDims", "StridedSlice", "SelectV2")
 
 
 def reduce_up(
@@ -267,7 +267,7 @@ def _are_unique(indices: tf.Tensor) -> bool:
     """Returns whether indices differ, as a lookup of sparse ids, or of positions, makes them."""
     op = indices.op
     while op.type in _PASSED_ON:
-        op = op.inputs[_PASSED_ON[op.type]].op
+        op = op.inputs[2 if op.type == "SelectV2" else 0].op
     return op.type in _UNIQUE
 
 
