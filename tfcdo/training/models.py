@@ -538,6 +538,8 @@ class CheckedFunction:
         if not (self.begins or (trains and self.calls <= _FIRST_CALLS)):
             return logs
         self.begins = False
+        if self._comparison is None and not trains:  # That of `fit`, if there was one.
+            self._comparison = getattr(self._model.train_function, "_comparison", None)
         if self._comparison is None:  # The optimizer has its variables now.
             self._comparison = WeightComparison(self._model, trains)
             if not trains:  # Which may come after a training of any length.
