@@ -78,7 +78,7 @@ class _Worker:
     def _with_output(self, end: str) -> str:
         self._output.seek(0)
         lines = self._output.read().decode(errors="replace").splitlines()[-8:]
-        return "\n".join([f"{self._name} {end}{':' * bool(lines)}", *lines])
+        return "\n".join([f"{self._name} {end}{':' if lines else ''}", *lines])
 
 
 class WorkerPool:

@@ -241,7 +241,7 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         types = [op.type for op in graph.get_operations() if op.type != "Placeholder"]
         owned = [
             sum(size for owner, size in zip(owners, sizes) if owner == index)
-            for index in range(len(names) * sharded)
+            for index in range(len(names) if sharded else 0)
         ]
         if not found:
             return Explanation(

@@ -113,7 +113,8 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         return outputs, trace.gradients
 
     owner = getattr(getattr(step, "__self__", None), "name", None)
-    name = f"{owner}." * bool(owner) + getattr(step, "__name__", repr(step))
+    name = getattr(step, "__name__", repr(step))
+    name = f"{owner}.{name}" if owner else name
     reason: str | None = None
     try:
         compiled = tf.function(traced, jit_compile=True, autograph=False)

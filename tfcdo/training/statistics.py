@@ -78,10 +78,13 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
                     getattr(component, method)(sparse_delta, *args, **kw)
         return self
 
-
-for _name in ("add", "div", "max", "min", "mul", "sub", "update"):
-    _method = functools.partialmethod(OwnVariable._scatter, f"scatter_{_name}")
-    setattr(OwnVariable, f"scatter_{_name}", _method)
+    scatter_add = functools.partialmethod(_scatter, "scatter_add")
+    scatter_div = functools.partialmethod(_scatter, "scatter_div")
+    scatter_max = functools.partialmethod(_scatter, "scatter_max")
+    scatter_min = functools.partialmethod(_scatter, "scatter_min")
+    scatter_mul = functools.partialmethod(_scatter, "scatter_mul")
+    scatter_sub = functools.partialmethod(_scatter, "scatter_sub")
+    scatter_update = functools.partialmethod(_scatter, "scatter_update")
 
 
 def as_kept(options: Mapping[str, Any]) -> dict[str, Any]:
