@@ -83,8 +83,11 @@ def reduce_group(
         if residuals is None:
             function = _function(plan, devices, network)
         else:  # It lives as long as its residuals; all threads get the same one.
-            own = _make_function(plan, devices, network, residuals)
-            function = residuals.functions.setdefault((plan, devices), own)
+            key, functions = (plan, devices), residuals.functions
+            function = functions.get(key)
+            if function is None:
+                own = _make_function(plan, devices, network, residuals)
+                function = functions.setdefault(key, own)
         results = function.get_concrete_function(values)(values)
         # A function's result is on the device of its last op; TensorFlow may name another.
         results = [
