@@ -35,6 +35,7 @@ from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 from tfcdo import log, private_names, version
 
 Trainer = _trainer.TensorFlowTrainer
+EpochIterator = _trainer.TFEpochIterator
 
 # Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
 WRAPPERS = tuple(
@@ -115,12 +116,15 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
     (_trainer, "_multi_worker_concat", ("v", "strategy")),
-    (_trainer.TFEpochIterator, "_distributed_dataset", ()),
-    (_trainer.TFEpochIterator, "_current_iterator", ()),
-    (_trainer.TFEpochIterator, "_steps_seen", ()),
-    (_trainer.TFEpochIterator, "data_adapter", ()),
-    (_trainer.TFEpochIterator, "steps_per_epoch", ()),
-    (_trainer.TFEpochIterator, "steps_per_execution", ()),
+    (EpochIterator, "_distributed_dataset", ()),
+    (EpochIterator, "_current_iterator", ()),
+    (EpochIterator, "_num_batches", ()),
+    (EpochIterator, "_steps_seen", ()),
+    (EpochIterator, "__init__", ("self", "distribute_strategy")),
+    (EpochIterator, "data_adapter", ()),
+    (EpochIterator, "reset", ("self",)),
+    (EpochIterator, "steps_per_epoch", ()),
+    (EpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
     (_variables, "AutocastScope", ("dtype",)),
     (_seed_generator, "global_seed_generator", ()),
@@ -401,6 +405,13 @@ def take_added(layer: Any) -> list[Any]:
 def is_fitting() -> bool:
     """Returns whether a `fit` runs in this process."""
     return _running_fits > 0
+
+
+def end_with_all_data(own: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> None:
+    """Ends an epoch where the data of all hosts ends, not this host's own, whose length differs."""
+    own(iterator, *args, **kwargs)
+    if getattr(iterator._distributed_dataset, "cardinality", 0) == tf.data.UNKNOWN_CARDINALITY:
+        iterator._num_batches = None
 
 
 def note_iterator(model: Any, iterator: Any) -> None:

@@ -66,6 +66,7 @@ _OF_BOTH: Mapping[str, tuple[str, ...]] = {
     "_create_variable": ("self", "next_creator"),
     "_cross_device_ops": (),
     "_default_device": (),
+    "_distribute_datasets_from_function": ("self", "dataset_fn", "options"),
     "_experimental_distribute_dataset": ("self", "dataset", "options"),
     "_get_local_replica_id": ("self", "replica_id_in_sync_group"),
     "_get_replica_id_in_sync_group": ("self", "replica_id"),
@@ -216,6 +217,13 @@ def distributed_dataset(
         options=options,
     )
     distributed._cardinality = cardinality  # In batches of all replicas.
+    return distributed
+
+
+def without_length(distributed: Any) -> Any:
+    """Returns a distributed dataset of which no reader knows the length, unless it is endless."""
+    if distributed._cardinality != tf.data.INFINITE_CARDINALITY:
+        distributed._cardinality = tf.data.UNKNOWN_CARDINALITY
     return distributed
 
 

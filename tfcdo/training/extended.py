@@ -344,6 +344,12 @@ class ReplicaExtended:
             return destinations
         return destinations if tf_internals.known_device(destinations) else self.worker_devices[0]
 
+    def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
+        distribute = super()._distribute_datasets_from_function  # type: ignore[misc]
+        distributed = distribute(dataset_fn, options)
+        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+        return tf_internals.without_length(distributed) if several else distributed
+
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
         if not tf.executing_eagerly() or not isinstance(dataset, tf.data.Dataset):
@@ -352,7 +358,8 @@ class ReplicaExtended:
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
-            return distribute(dataset, options)
+            distributed = distribute(dataset, options)
+            return tf_internals.without_length(distributed) if several else distributed
         own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 

@@ -62,6 +62,8 @@ def install() -> None:
     extend(keras.Variable, "assign", updates.note_write)
     for name in ("assign_add", "assign_sub"):
         extend(keras.Variable, name, functools.partial(updates.count, name))
+    for name in ("__init__", "reset"):
+        extend(keras_internals.EpochIterator, name, keras_internals.end_with_all_data)
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         extend(trainer, f"make_{name}_function", functools.partial(_make, name))
