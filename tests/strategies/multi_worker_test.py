@@ -286,9 +286,10 @@ class _Case:
         add = tf.function(lambda v: strategy.reduce("SUM", run(tf.square, (v,)), None), spec)
         for size in (*range(1, 65), 128):
             np.testing.assert_equal(add(tf.fill([size], 2.0)).numpy(), [4.0 * self.replicas] * size)
-        for call in (add, lambda v: strategy.gather(run(tf.expand_dims, (v, 0)), 0)):
+        gather = lambda v: strategy.gather(run(tf.expand_dims, (v, 0)), 0)  # noqa: E731
+        for call, more in ((add, 1), (add, 9), (gather, 1)):  # Padded to one size, and to two.
             with np.testing.assert_raises_regex(tf.errors.InvalidArgumentError, "different sizes"):
-                call(tf.ones([22 + (self.host == 0)]))
+                call(tf.ones([22 + more * (self.host == 0)]))
 
     def options(self) -> None:
         """Packs of a few bytes: many collectives, on all devices in turn."""
@@ -440,10 +441,14 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
         batches = np.split(parts[strategy.cluster_resolver.task_id], range(2, 11, 2))
         own = dataset([*filter(len, batches)])
         data = strategy.distribute_datasets_from_function(lambda _: own)
+        length = tf.data.experimental.assert_cardinality(len([*filter(len, batches)]))
+        known = strategy.distribute_datasets_from_function(lambda _: own.apply(length))
     else:
         data = dataset([np.concatenate([part[s : s + 4] for part in parts]) for s in (0, 4, 8)])
-    model.fit(data, epochs=2, verbose=0)
-    return {**weights(strategy, model.weights), "steps": optimizer.iterations.numpy()}
+        known = data
+    found = model.fit(data, epochs=2, verbose=0, validation_data=known).history
+    found["steps"] = optimizer.iterations.numpy()
+    return weights(strategy, model.weights) | found
 
 
 def explained(strategy: Any) -> None:

@@ -9,6 +9,7 @@ Before the first byte is sent, the hosts agree on the plan's fingerprint.
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -33,9 +34,6 @@ from tfcdo.topology.topology import Topology
 # TensorFlow never forgets the shape with which a key was used first. So a tensor whose size differs
 # from step to step is padded to one of few sizes, which have keys of their own.
 _SIZES = sorted({2**octave * (4 + quarter) // 4 for octave in range(31) for quarter in range(4)})
-# A size is sent in three digits, whose sums over thousands of devices are exact in each dtype.
-_DIGIT = 2**11
-_PLACES = (_DIGIT**2, _DIGIT, 1)
 # Group keys of ours, far from those that TensorFlow's strategies count up from 1.
 _GROUP_KEYS = {"CPU": 7_001_000, "GPU": 7_002_000}
 _ALL_DEVICES_KEYS = {"CPU": 7_003_000, "GPU": 7_004_000}
@@ -133,20 +131,22 @@ def _describe(plan: Plan) -> dict[str, Any]:
 
 def copy_from_chief(network: Network, value: tf.Tensor, device: str) -> tf.Tensor:
     """Returns the chief's value on every host, on this device, bit for bit."""
-    description = _describe_one_collective("initialization", [value], [device])
+    description = _describe_tensors("initialization", [value], [device])
     return Collectives(network, description).broadcast(value, device)
 
 
-def _describe_one_collective(
+def _describe_tensors(
     what: str, tensors: Sequence[tf.Tensor], devices: Sequence[str]
 ) -> dict[str, Any]:
     shapes = [None if tensor.shape.rank is None else tuple(tensor.shape) for tensor in tensors]
     dtypes = [tensor.dtype.name for tensor in tensors]
+    specs = [*map(plans.ValueSpec, dtypes, shapes)]
     return {
         "what": what,
-        "values": [str(spec) for spec in map(plans.ValueSpec, dtypes, shapes)],
+        "values": [*map(str, specs)],
         "device": ", ".join(map(device_number, devices)),
-        "collectives": 1,
+        # Sizes that are not known are compared first.
+        "collectives": 1 + any(spec.size is None for spec in specs),
     }
 
 
@@ -262,9 +262,8 @@ class Collectives:
             if check:
                 are_rows = tf.concat([tf.range(tf.size(shape)) < 1 for shape in shapes], 0)
                 others = tf.boolean_mask(counts, ~are_rows, axis=1)
-                message = "hosts gather tensors of different sizes, other than along the axis"
-                same = tf.debugging.assert_equal(others, others[:1], message)
-                with tf.control_dependencies([] if same is None else [same]):
+                what = "hosts gather tensors of different sizes, other than along the axis"
+                with _if_equal(others, what):
                     counts = tf.boolean_mask(counts, are_rows, axis=1)
             groups: dict[tf.DType, list[int]] = {}
             for index, tensor in enumerate(sent):
@@ -339,12 +338,13 @@ class Collectives:
         if parts[0].shape.is_fully_defined():
             totals = self.emit(reduce, parts, devices, line)
         else:
-            with tf.device(devices[0]):
-                size, key = self._size_and_key(tf.size(parts[0], tf.int64) + len(_PLACES))
-            sent = on_each(devices, functools.partial(_with_size, size=size), parts)
+            here = on_each(devices, lambda part: tf.size(part, tf.int64)[tf.newaxis], parts)
+            of_all, *_ = self.emit(tf.raw_ops.CollectiveGatherV2, here, devices, line)
+            with tf.device(devices[0]), _if_equal(of_all, "hosts add tensors of different sizes"):
+                size, key = self._size_and_key(of_all[0])
+            sent = on_each(devices, lambda part: _padded(rounding.laid_out([part]), size), parts)
             sums = self.emit(reduce, sent, devices, line, key)
-            check = functools.partial(_without_size, terms=self.network.num_hosts * len(devices))
-            totals = on_each(devices, check, sums, parts)
+            totals = on_each(devices, _unpadded, sums, parts)
         wide = [device_ops.upcast_dtype(tensor.dtype) for tensor in tensors]
         return on_each(devices, _from_collective, totals, wide)
 
@@ -422,22 +422,14 @@ def _padded(flat: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
     return tf.pad(flat, [[0, size - tf.size(flat, tf.int64)]])
 
 
-def _with_size(tensor: tf.Tensor, size: tf.Tensor) -> tf.Tensor:
-    """Returns a tensor's elements after the digits of their number, and padding."""
-    digits = tf.size(tensor, tf.int64) // rounding.int64(*_PLACES) % _DIGIT
-    flat = tf.concat([tf.cast(digits, tensor.dtype), tf.reshape(tensor, [-1])], 0)
-    return _padded(flat, size)
+def _unpadded(flat: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
+    return tf.reshape(flat[: tf.size(own, tf.int64)], tf.shape(own, tf.int64))
 
 
-def _without_size(total: tf.Tensor, own: tf.Tensor, terms: int) -> tf.Tensor:
-    """Returns the sum of results of `_with_size`; an error if hosts have tensors of other sizes."""
-    count, size = len(_PLACES), tf.size(own, tf.int64)
-    mean = tf.cast(total[:count], tf.float64) / terms
-    of_all = tf.tensordot(mean, tf.constant(_PLACES, tf.float64), 1)
-    message = "hosts add tensors of different sizes: the mean size, and the size here"
-    same = tf.debugging.assert_equal(of_all, tf.cast(size, tf.float64), message)
-    with tf.control_dependencies([] if same is None else [same]):
-        return tf.reshape(total[count : size + count], tf.shape(own, tf.int64))
+def _if_equal(of_hosts: tf.Tensor, message: str) -> contextlib.AbstractContextManager[Any]:
+    """Returns a context of ops that run if all hosts' rows are equal; else it is an error."""
+    same = tf.debugging.assert_equal(of_hosts, of_hosts[:1], message)
+    return tf.control_dependencies([] if same is None else [same])
 
 
 def _axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
@@ -513,7 +505,7 @@ def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradie
         if len(devices) == 1:  # The sums are several of it; else one of each device.
             with tf.device(devices[0]):
                 tensors = [rounding.laid_out(upstream)]
-        description = _describe_one_collective("gradient of an all-reduce", tensors, devices)
+        description = _describe_tensors("gradient of an all-reduce", tensors, devices)
         totals = Collectives(network, description).all_reduce_flat(tensors, devices)
         if len(devices) > 1:
             return totals

@@ -336,7 +336,7 @@ class Plan:
     def num_collectives(self, dtype_copied: Callable[[str], Any]) -> int:
         """Returns the number of collectives between hosts, given what a dtype is gathered as."""
         return sum(
-            len(self.exchanged(pack))
+            len(self.exchanged(pack)) + (pack.size is None)  # Sizes are compared first.
             if pack.root.exchange is not None
             else 1 + len(set(map(dtype_copied, self.gathered_dtypes(pack))))
             for pack in self.packs
