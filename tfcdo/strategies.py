@@ -503,13 +503,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             value, self._with_default_device(destinations), axis, options
         )
 
-    def _as_per_replica(self, value: Any) -> Any:
-        """Returns a value that has a component for each replica of this host."""
-        # On a host with one replica, TensorFlow passes only the component.
-        if self._network is None or not tf.is_tensor(value):
-            return value
-        return tf_internals.per_replica([value])
-
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Any:

@@ -220,9 +220,9 @@ def distributed_dataset(
     return distributed
 
 
-def without_length(distributed: Any) -> Any:
-    """Returns a distributed dataset of which no reader knows the length, unless it is endless."""
-    if distributed._cardinality != tf.data.INFINITE_CARDINALITY:
+def of_hosts(extended: Any, distributed: Any) -> Any:
+    """Returns a distributed dataset, whose length is not known if each host has its own data."""
+    if extended._in_multi_worker_mode() and distributed._cardinality >= 0:  # Else endless.
         distributed._cardinality = tf.data.UNKNOWN_CARDINALITY
     return distributed
 

@@ -254,6 +254,8 @@ class SlurmTest(LaunchTestCase):
         changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
         with mock.patch.dict(os.environ, self.slurm_variables(3, **changed)):
             place = launch.place_in_slurm(os.environ)
+            next_job = {**os.environ, "SLURM_JOB_ID": "1263", "SLURM_STEP_ID": "0"}
+            self.assertNoCommonElements(place.addresses, launch.place_in_slurm(next_job).addresses)
         self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
         self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
 

@@ -262,8 +262,8 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
             f"task {rank} of {count} must be task {local} of node {node} of {hosts}, with "
             f"SLURM_STEP_TASKS_PER_NODE={deals}: use srun --distribution=block"
         )
-    # Other jobs on a node have others of the 1,250 ranges, which end below Linux's own choices.
-    first = 10_000 + 16 * ((job + step) % 1_250)
+    # One of 1,250 ranges below Linux's own choices; steps' ranges are far from the next jobs'.
+    first = 10_000 + 16 * ((job + 1 + 617 * (step - 1)) % 1_250)
     addresses = [f"{h}:{first + task}" for h, each in zip(hosts, tasks) for task in range(each)]
     return Place(tuple(addresses), range(rank, rank + 1), local, tasks[node])
 

@@ -9,7 +9,6 @@ Before the first byte is sent, the hosts agree on the plan's fingerprint.
 
 from __future__ import annotations
 
-import contextlib
 import dataclasses
 import functools
 from collections.abc import Callable, Mapping, Sequence
@@ -140,13 +139,12 @@ def _describe_tensors(
 ) -> dict[str, Any]:
     shapes = [None if tensor.shape.rank is None else tuple(tensor.shape) for tensor in tensors]
     dtypes = [tensor.dtype.name for tensor in tensors]
-    specs = [*map(plans.ValueSpec, dtypes, shapes)]
     return {
         "what": what,
-        "values": [*map(str, specs)],
+        "values": [str(spec) for spec in map(plans.ValueSpec, dtypes, shapes)],
         "device": ", ".join(map(device_number, devices)),
         # Sizes that are not known are compared first.
-        "collectives": 1 + any(spec.size is None for spec in specs),
+        "collectives": 1 + any(not tensor.shape.is_fully_defined() for tensor in tensors),
     }
 
 
@@ -203,9 +201,7 @@ class Marks:
 
     def times(self) -> np.ndarray:
         """Returns when the last events were, in seconds, each in its place modulo their number."""
-        times = tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64)
-        array: np.ndarray = times.numpy()
-        return array
+        return np.asarray(tf.raw_ops.ReadVariableOp(resource=self._times, dtype=tf.float64))
 
 
 class Collectives:
@@ -307,11 +303,10 @@ class Collectives:
             return self.all_gather(tensors, device, check=True)
         with tf.device(device):
             turns = [_axis_first(tf.rank(tensor), axis) for tensor in tensors]
-            first = [tf.transpose(t, turn) for t, (turn, _) in zip(tensors, turns, strict=True)]
-            gathered = self.all_gather(first, device, check=True)
+            gathered = self.all_gather([*map(tf.transpose, tensors, turns)], device, check=True)
             results = []
-            for rows, tensor, (_, back) in zip(gathered, tensors, turns, strict=True):
-                result = tf.transpose(rows, back)
+            for rows, tensor, turn in zip(gathered, tensors, turns, strict=True):
+                result = tf.transpose(rows, tf.math.invert_permutation(turn))
                 result.set_shape([None] * tensor.shape.rank if tensor.shape.rank else None)
                 results.append(result)
             return results
@@ -426,17 +421,15 @@ def _unpadded(flat: tf.Tensor, own: tf.Tensor) -> tf.Tensor:
     return tf.reshape(flat[: tf.size(own, tf.int64)], tf.shape(own, tf.int64))
 
 
-def _if_equal(of_hosts: tf.Tensor, message: str) -> contextlib.AbstractContextManager[Any]:
+def _if_equal(of_hosts: tf.Tensor, message: str) -> Any:
     """Returns a context of ops that run if all hosts' rows are equal; else it is an error."""
-    same = tf.debugging.assert_equal(of_hosts, of_hosts[:1], message)
-    return tf.control_dependencies([] if same is None else [same])
+    return tf.control_dependencies([tf.debugging.assert_equal(of_hosts, of_hosts[:1], message)])
 
 
-def _axis_first(rank: tf.Tensor, axis: Any) -> tuple[tf.Tensor, tf.Tensor]:
-    """Returns the permutation of axes that puts one first, and the one that puts it back."""
+def _axis_first(rank: tf.Tensor, axis: Any) -> tf.Tensor:
+    """Returns the permutation of axes that puts one first."""
     axis = tf.cast(axis, tf.int32) % rank
-    before, after = tf.range(axis), tf.range(axis + 1, rank)
-    return tf.concat([[axis], before, after], 0), tf.concat([before + 1, [0], after], 0)
+    return tf.concat([[axis], tf.range(axis), tf.range(axis + 1, rank)], 0)
 
 
 def _as_summed(tensor: tf.Tensor) -> tf.Tensor:

@@ -365,10 +365,7 @@ def _pack_all(plan: Plan, values: Sequence[Sequence[Any]], devices: Sequence[str
 def _cut(value: Any, slices: Sequence[Slice]) -> list[Any]:
     if len(slices) == 1:
         return [value]
-    return _split(rounding.laid_out([value]), slices)
-
-
-def _split(flat: tf.Tensor, slices: Sequence[Slice]) -> list[tf.Tensor]:
+    flat = rounding.laid_out([value])
     return list(tf.split(flat, rounding.int64(*(part.size for part in slices))))
 
 
@@ -407,7 +404,7 @@ def _unfuse(plan: Plan, fused: FusedTensor, tensor: Any) -> list[Any]:
         return list(tf.unstack(tensor, len(fused.slices)))
     return [
         _shaped(plan, part.value, own) if len(plan.slices_of[part.value]) == 1 else own
-        for part, own in zip(fused.slices, _split(tensor, fused.slices), strict=True)
+        for part, own in zip(fused.slices, _cut(tensor, fused.slices), strict=True)
     ]
 
 

@@ -55,13 +55,15 @@ class Preemption:
                     target=self._end_with_the_run, name="tfcdo signals", daemon=True
                 ).start()
         if self._session is not None:
-            threading.Thread(target=self._listen, name="tfcdo preemption", daemon=True).start()
+            threading.Thread(
+                target=self._listen, args=[self._session], name="tfcdo preemption", daemon=True
+            ).start()
 
     def complete(self) -> None:
         """Tells hosts that leave which call was the last one here: the training is complete."""
         if self._session is not None and not self._decided.is_set():
             with contextlib.suppress(tf.errors.OpError):  # Told already, or the chief is gone.
-                self._tell_begun()
+                self._tell_begun(self._session)
 
     def stop(self) -> None:
         """Ends listening."""
@@ -80,7 +82,7 @@ class Preemption:
             answer = self._leaving.may_begin(call)
         if answer is None:
             if _signalled.is_set():
-                self._announce()
+                self._announce(self._session)
             # The listening thread ends in bounded time.
             self._decided.wait()
             answer = self._leaving.may_begin(call)
@@ -114,41 +116,37 @@ class Preemption:
             if worker.take_signal(signal.SIGTERM) and worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
-    def _announce(self) -> None:
-        assert self._session is not None
+    def _announce(self, joined: session.Session) -> None:
         key = f"{self._prefix}/notice"
-        if self._session.store.get(key, 0.01) is None:
+        if joined.store.get(key, 0.01) is None:
             with contextlib.suppress(tf.errors.OpError):  # Another host was first.
-                self._session.store.set(key, "")
+                joined.store.set(key, "")
 
-    def _listen(self) -> None:
-        assert self._session is not None
-        store = self._session.store
+    def _listen(self, joined: session.Session) -> None:
+        store = joined.store
         try:
             while not self._ended.is_set():
                 if store.get(f"{self._prefix}/notice", _POLL) is not None:
-                    self._agree()
+                    self._agree(joined)
                     return
                 if tf_internals.has_preemption_notice():
-                    self._announce()
+                    self._announce(joined)
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
         finally:
             self._decided.set()
 
-    def _tell_begun(self) -> None:
+    def _tell_begun(self, joined: session.Session) -> None:
         """Tells the other hosts which call this one has begun; it then begins no other."""
-        assert self._session is not None
         with self._lock:
             begun = self._leaving.hold()
-        self._session.store.set(f"{self._prefix}/begun/{self._session.cluster.index}", str(begun))
+        joined.store.set(f"{self._prefix}/begun/{joined.cluster.index}", str(begun))
 
-    def _agree(self) -> None:
+    def _agree(self, joined: session.Session) -> None:
         """Takes the hosts' decision, which the first of them makes that has heard all."""
-        assert self._session is not None
-        cluster, store = self._session.cluster, self._session.store
+        cluster, store = joined.cluster, joined.store
         with contextlib.suppress(tf.errors.AlreadyExistsError):  # The training is complete here.
-            self._tell_begun()
+            self._tell_begun(joined)
         start = time.monotonic()
         while (proposal := self._leaving.proposal(time.monotonic() - start)) is None:
             host = self._leaving.unheard[0]

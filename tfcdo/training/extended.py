@@ -334,8 +334,10 @@ class ReplicaExtended:
         return step.copies(value, self.worker_devices)
 
     def _as_per_replica(self, value: Any) -> Any:
-        """Returns a value as it is gathered; several hosts override it."""
-        return value
+        """Returns a value that has a component for each replica of this host, to be gathered."""
+        # On one of several hosts with one replica, TensorFlow passes only the component.
+        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+        return tf_internals.per_replica([value]) if several and tf.is_tensor(value) else value
 
     def _with_default_device(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known."""
@@ -346,9 +348,7 @@ class ReplicaExtended:
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         distribute = super()._distribute_datasets_from_function  # type: ignore[misc]
-        distributed = distribute(dataset_fn, options)
-        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
-        return tf_internals.without_length(distributed) if several else distributed
+        return tf_internals.of_hosts(self, distribute(dataset_fn, options))
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -358,8 +358,7 @@ class ReplicaExtended:
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
-            distributed = distribute(dataset, options)
-            return tf_internals.without_length(distributed) if several else distributed
+            return tf_internals.of_hosts(self, distribute(dataset, options))
         own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 
