@@ -144,8 +144,7 @@ class BackupFolderTest(parameterized.TestCase):
 
     def test_a_folder_that_cannot_be_written_to(self):
         self.path.write_text("a file")
-        with self.assertRaisesRegex(OSError, "backup_dir cannot be written, '.*backup': "):
-            self.folder()
+        self.assertRaisesRegex(OSError, "backup_dir cannot be written, '.*backup': ", self.folder)
 
     @parameterized.parameters(ml_dtypes.bfloat16, ml_dtypes.float8_e4m3fn, np.bool_, np.float16)
     def test_dtypes_keep_their_bits(self, dtype: type):

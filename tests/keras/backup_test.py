@@ -169,8 +169,7 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
 
     def assert_ends(self, fit: Any, *callbacks: Any, **options: Any) -> None:
         """Asserts that a callback ends a training, and waits for its last backup."""
-        with self.assertRaises(KeyboardInterrupt):
-            fit(*callbacks, **options)
+        self.assertRaises(KeyboardInterrupt, fit, *callbacks, **options)
         backup._writer.submit(int).result()
 
     def interrupted(self, after: int, *callbacks: Any, **options: Any) -> None:
@@ -339,8 +338,7 @@ class ExactTest(BackupTestCase):
 
         end = keras.callbacks.LambdaCallback(on_epoch_begin=end_two)
         self.addCleanup(preemption._signalled.clear)
-        with self.assertRaises(SystemExit):
-            _Training(_Slower(), end, self.backup(), **options)
+        self.assertRaises(SystemExit, _Training, _Slower(), end, self.backup(), **options)
         preemption._signalled.clear()
         training = _Training(_Slower(), self.backup(), **options)
         self.assert_bitwise_equal(_Training(_Slower(), **options), training)

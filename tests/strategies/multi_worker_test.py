@@ -441,11 +441,10 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
         length = tf.data.experimental.assert_cardinality(len([*filter(len, batches)]))
         known = strategy.distribute_datasets_from_function(lambda _: own.apply(length))
     else:
-        data = dataset([np.concatenate([part[s : s + 4] for part in parts]) for s in (0, 4, 8)])
-        known = data
+        whole = (np.concatenate([part[s : s + 4] for part in parts]) for s in (0, 4, 8))
+        data = known = dataset([*whole])
     found = model.fit(data, epochs=2, verbose=0, validation_data=known).history
-    found["steps"] = optimizer.iterations.numpy()
-    return weights(strategy, model.weights) | found
+    return {**weights(strategy, model.weights), **found, "steps": optimizer.iterations.numpy()}
 
 
 def explained(strategy: Any) -> None:
