@@ -220,13 +220,6 @@ def distributed_dataset(
     return distributed
 
 
-def of_hosts(extended: Any, distributed: Any) -> Any:
-    """Returns a distributed dataset, whose length is not known if each host has its own data."""
-    if extended._in_multi_worker_mode() and distributed._cardinality >= 0:  # Else endless.
-        distributed._cardinality = tf.data.UNKNOWN_CARDINALITY
-    return distributed
-
-
 def spec_of_component(spec: Any) -> Any:
     """Returns the spec of the first replica's component of a distributed value; others as it is."""
     return spec._value_specs[0] if isinstance(spec, _values.PerReplicaSpec) else spec

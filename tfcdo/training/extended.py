@@ -348,7 +348,12 @@ class ReplicaExtended:
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         distribute = super()._distribute_datasets_from_function  # type: ignore[misc]
-        return tf_internals.of_hosts(self, distribute(dataset_fn, options))
+        return self._of_hosts(distribute(dataset_fn, options))
+
+    def _of_hosts(self, distributed: Any) -> Any:
+        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
+        setattr(distributed, keras_internals.OWN_DATA, several)
+        return distributed
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -358,7 +363,7 @@ class ReplicaExtended:
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
-            return tf_internals.of_hosts(self, distribute(dataset, options))
+            return self._of_hosts(distribute(dataset, options))
         own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 
