@@ -142,8 +142,7 @@ class AgreementTest(parameterized.TestCase):
         store = Store()
         hosts = [make_session(store, host, 0.0) for host in range(2)]
         for host, value in ((0, "a"), (0, "b"), (1, "c")):
-            with self.assertRaises(RuntimeError):
-                hosts[host].number(kind(value), 2)
+            self.assertRaises(RuntimeError, hosts[host].number, kind(value), 2)
         message = "differ: values, element 0 of 1: b on host 0, c on host 1$"
         self.assertRegex(hosts[0].find_mismatch() or "", message)
 

@@ -453,8 +453,7 @@ class BadInputTest(BackupTestCase):
             model.fit(data, verbose=0, callbacks=[self.backup(save_freq=1), *callbacks])
 
         self.assert_ends(fit, _End(1))
-        with self.assertRaisesRegex(ValueError, "same model, build its layer 'network' before fit"):
-            fit()
+        self.assertRaisesRegex(ValueError, "same model, build its layer 'network' before fit", fit)
 
     def test_backups_of_other_classes_and_versions(self):
         self.folder.mkdir()

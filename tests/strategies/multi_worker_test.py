@@ -210,6 +210,8 @@ class _Case:
             told = "dtype that TensorFlow gathers between hosts; got string"
             with np.testing.assert_raises_regex(ValueError, told):
                 self.wrap(lambda value=value: self.strategy.gather(value, 0))()
+        with tf.Graph().as_default(), np.testing.assert_raises_regex(ValueError, "of TensorFlow 1"):
+            self.strategy.reduce("SUM", tf.constant(1.0), axis=None)
         assert _events_counted() == before, (before, _events_counted())
 
     def cross_replica(self) -> None:

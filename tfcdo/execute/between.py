@@ -103,6 +103,8 @@ def begin_collectives(network: Network | None, plan: Plan) -> Collectives | None
     """Begins the collectives of a plan's packs; None if nothing is sent to other hosts."""
     if network is None or not plan.packs:
         return None
+    if not tf.compat.v1.executing_eagerly_outside_functions():
+        raise ValueError("sums between hosts need TensorFlow 2; got a graph of TensorFlow 1")
     _check_gathered(plan)
     return Collectives(network, _describe(plan))
 
