@@ -39,6 +39,7 @@ class ReportTest(tf.test.TestCase):
         self.assertNotIn("…", "".join(lines))
         self.assertIn("a title", lines[0])
         self.assertLessEqual(max(map(len, lines)), 80)
+        self.assertIn("…", "".join(_shown(30, *large)))  # It marks numbers that are cut.
 
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
         reference = measurement_of("tf.X", "tf", 2e-3)

@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import re
 import sys
@@ -139,7 +140,10 @@ class OtherPlansTest(tf.test.TestCase):
 class ArgumentsTest(parameterized.TestCase):
     def test_a_trace_is_there_at_the_end_of_its_block(self):
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
-        with self.assertRaises(KeyError), tfcdo.trace(path) as traced:
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(path.parent)
+        with self.assertRaises(KeyError), tfcdo.trace(path.name) as traced:
+            os.chdir("..")
             with self.assertRaisesRegex(RuntimeError, "when its block has ended"):
                 traced.summary  # noqa: B018
             raise KeyError

@@ -29,6 +29,7 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "here"))
+_MOST_OF_HOSTS = 100 * 10**9  # More packs take longer to simulate than anyone waits.
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -71,7 +72,7 @@ def _read(name: str) -> str:
 @click.command(short_help="Compare the all-reduce algorithms on any machine.")
 @options.option(
     "-t --topology wanted",
-    options.Parsed("topology", _parse_machine),
+    options.parsed("topology", _parse_machine),
     "Preset such as dgx1 or nvswitch:16, here, or a file.",
     metavar="NAME|FILE|-",
 )
@@ -104,7 +105,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--network",
-    options.Parsed("bandwidth", options.parse_bandwidth),
+    options.parsed("bandwidth", options.parse_bandwidth),
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
@@ -141,6 +142,7 @@ def plan(
         (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
         (exchange and not num_hosts, "--exchange needs --hosts"),
         (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
+        (num_hosts and num_bytes > _MOST_OF_HOSTS, "--bytes must be at most 100GB with --hosts"),
     )
     if trees_file:
         from tfcdo import plot  # Before time is spent on data for it.
@@ -152,15 +154,12 @@ def plan(
         rate = f"{format_bytes(round(network))}/s"
         number = format_count(num_hosts, "host")
         size += f" across {number} with {rate} of {exchange or 'network'}"
-    try:
+    asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
+    found: list[Evaluation] = []
+    with options.reported(click.UsageError, ValueError), options.status("Planning ..."):
         check_num_devices(topology.name, topology.num_devices)
-        asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
-        with options.status("Planning ..."):
-            found: list[Evaluation] = []
-            for name in algorithms.ALGORITHMS:
-                found.append(evaluate(name, *asked, known=found))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+        for name in algorithms.ALGORITHMS:
+            found.append(evaluate(name, *asked, known=found))
     _print_table(found, algorithm, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
@@ -179,13 +178,11 @@ def plan(
 def _measure(count: int) -> Topology:
     """Measures devices of this machine; 0 are all GPUs, or some virtual CPU devices."""
     devices = options.start_tensorflow(count or None)
-    try:
-        with options.status("Measuring ...") as tell:
-            return measurement.measure(
-                devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
-            )
-    except (RuntimeError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+    refused = options.reported(click.ClickException, RuntimeError, ValueError)
+    with refused, options.status("Measuring ...") as tell:
+        return measurement.measure(
+            devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
+        )
 
 
 def evaluate(

@@ -55,12 +55,13 @@ def trace(
     with options.quiet_start():
         from tfcdo.tracing import recording
     began, ended = threading.Event(), threading.Event()
+    place = output.absolute()  # The script may change folders.
 
     def record() -> recording.Trace | None:
         try:
             if ended.wait(after):
                 return None
-            with options.writing(output), recording.trace(output) as traced:
+            with options.writing(output), recording.trace(place) as traced:
                 began.set()
                 ended.wait(seconds)
             return traced
