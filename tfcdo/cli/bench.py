@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import pathlib
@@ -158,7 +157,7 @@ def bench(
         "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
         "is smaller than its spread."
     )
-    found = list(itertools.chain.from_iterable(groups))
+    found = [one for group in groups for one in group]
     _write_json(found, json_file, devices.description)
     return int(any(one.wrong for one in found if one.kind == OURS))
 

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import progress as rich_progress
@@ -19,8 +19,6 @@ from rich.console import Console
 
 if TYPE_CHECKING:
     from tfcdo.bench.devices import ChosenDevices
-
-_Item = TypeVar("_Item")
 
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
@@ -154,7 +152,7 @@ def progress() -> Iterator[Callable[..., Iterable[Any]]]:
         console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
     ) as bars:
 
-        def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+        def track(sequence: Sequence[Any], *, description: str) -> Iterable[Any]:
             has_lines = not console.is_terminal and not bars.task_ids
             task = bars.add_task(description, total=len(sequence))
             bars.refresh()
