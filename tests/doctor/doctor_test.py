@@ -230,11 +230,15 @@ class ProbesTest(absltest.TestCase):
     def test_a_process_of_its_own(self):
         command = (warm_python.executable(), *examination.Probes._command[1:])
         python = mock.patch.object(examination.Probes, "_command", command)
-        with python, mock.patch.dict(os.environ, TF_CONFIG="{"), examination.Probes(3) as probes:
+        pool = examination.worker_pool
+        start = mock.patch.object(pool, "start_workers", wraps=pool.start_workers)
+        given = mock.patch.dict(os.environ, TF_CONFIG="{")
+        with python, given, start as started, examination.Probes(3) as probes:
             versions = probes.ask("versions")
             self.assertLen(probes.ask("machine", count=3).examined, 3)
             self.assertEqual(probes.ask("pair", source=2, target=0), Check())
         self.assertEqual((versions.tensorflow, versions.problem), (tf.__version__, ""))
+        self.assertEqual(started.call_args.args[1][0]["KERAS_HOME"], os.devnull)
 
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
@@ -275,6 +279,8 @@ class FindingsTest(absltest.TestCase):
         ops = r"cross_device_ops=tfcdo.NcclAllReduce\(\)"
         script = rf"^import tfcdo; strategy = tfcdo.MirroredStrategy\({ops}\)$"
         self.check(_report(), script=script)
+        more = dataclasses.replace(_MACHINE, logical=(*_GPUS, "/device:GPU:4"))
+        self.check(_report(machine=more), script=r"\['GPU:0', 'GPU:1', 'GPU:2', 'GPU:3'\], cross")
 
     def test_no_tensorflow(self):
         script = "^pip install --force-reinstall tensorflow$"

@@ -112,7 +112,8 @@ def bench(
     options.refuse(
         (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
-    os.environ["KERAS_BACKEND"] = "tensorflow"  # Whatever the user's programs have.
+    # Whatever the user's programs have; where there can be no file, Keras has its own defaults.
+    os.environ |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
     if context.invoked_subcommand:
         return 0
     console = options.make_console()
