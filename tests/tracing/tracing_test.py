@@ -275,6 +275,13 @@ class CommandTest(parameterized.TestCase):
         self.assertIn("bye", output)
         self.assertIn("the script ended before --after 60 s", output)
 
+    def test_a_script_with_a_profiler_of_its_own(self):
+        error = tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
+        self.enter_context(mock.patch.object(callbacks.Profiler, "start", side_effect=error))
+        status, output, files = self.run_trace()
+        self.assertEqual((status, files), (1, ["script.py"]))
+        self.assertEndsWith(output, "tfcdo: not recorded: Another profiler is running.\n")
+
 
 class TraceSummaryTest(absltest.TestCase):
     def run_epoch(self, callback: Any, epoch: int, step: Any) -> None:

@@ -53,6 +53,8 @@ def trace(
     other ops, and the slowest edge. The exit status is the script's.
     """
     with options.quiet_start():
+        import tensorflow as tf
+
         from tfcdo.tracing import recording
     began, ended = threading.Event(), threading.Event()
     place = output.absolute()  # The script may change folders.
@@ -76,7 +78,8 @@ def trace(
     finally:
         # Also where the user has interrupted the script.
         ended.set()
-        traced = recorded.result()
+        with options.reported(click.ClickException, tf.errors.OpError, about="not recorded: "):
+            traced = recorded.result()
         if traced:
             click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {output}", err=True)
         else:
