@@ -139,8 +139,7 @@ class OptionsTest(parameterized.TestCase):
 
     def test_number(self):
         whole, time = options.number(1, 16), options.number(0.5, kind=float)
-        self.assertEqual([whole(text) for text in ("1", "16", 4)], [1, 16, 4])
-        self.assertEqual(time("2.5"), 2.5)
+        self.assertEqual([*map(whole, ("1", "16", 4)), time("2.5")], [1, 16, 4, 2.5])
         for kind, text, limits in (
             *((whole, text, "from 1 to 16") for text in ("0", "17", "1.5", "x", "9" * 5000)),
             *((time, text, "of at least 0.5") for text in ("0.4", "nan", "-inf", "")),

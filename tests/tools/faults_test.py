@@ -88,8 +88,7 @@ class FaultsTest(parameterized.TestCase):
 
     def test_a_process_that_is_left_is_a_problem(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        left = subprocess.Popen(["sleep", "600"])
-        self.addCleanup(left.wait)
+        left = self.enter_context(subprocess.Popen(["sleep", "600"]))
         self.addCleanup(left.kill)
         for host, pid in enumerate((os.getpid(), left.pid)):
             (folder / f"pid-0-{host}").write_text(str(pid))

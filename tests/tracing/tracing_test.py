@@ -90,8 +90,9 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(found.num_steps, _STEPS)
         self.assertBetween(found.all_reduce, 1e-9, found.step)
         self.assertBetween(found.exposed, 0.0, found.all_reduce)
-        text = r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
-        self.assertRegex(str(found), text)
+        self.assertRegex(
+            str(found), "^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
+        )
 
         content = json.loads(path.read_text(encoding="utf-8"))
         self.assertEqual(content["otherData"]["summary"], str(found))
@@ -274,8 +275,6 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual((status, files), (1, ["script.py"]))
         self.assertIn("bye", output)
         self.assertIn("the script ended before --after 60 s", output)
-
-    def test_a_script_with_a_profiler_of_its_own(self):
         error = tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
         self.enter_context(mock.patch.object(callbacks.Profiler, "start", side_effect=error))
         status, output, files = self.run_trace()
