@@ -215,8 +215,7 @@ def _reach(cluster: config.Cluster, index: int) -> Finding:
     except (OSError, UnicodeError) as error:
         # A name that nobody knows, or has an empty part, no route, or silence, as of a firewall.
         reason = getattr(error, "strerror", None) or error
-        text = f"{cluster.name(index)}: {problem}: {reason}"
-        return Finding(WRONG, text, remedy)
+        return Finding(WRONG, f"{cluster.name(index)}: {problem}: {reason}", remedy)
     return Finding(OK, f"{cluster.name(index)}: {status}")
 
 
