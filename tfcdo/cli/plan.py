@@ -29,7 +29,8 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "here"))
-_MOST_OF_HOSTS = 100 * 10**9  # More packs take longer to simulate than anyone waits.
+# Bytes of all devices of one host: more packs take longer to simulate than anyone waits.
+_MOST_BYTES = 800 * 10**9
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -142,7 +143,6 @@ def plan(
         (is_network_given and not num_hosts, "--network is between hosts: it needs --hosts"),
         (exchange and not num_hosts, "--exchange needs --hosts"),
         (num_hosts and of_one_host, "--num-packs, --save and --draw are for one host"),
-        (num_hosts and num_bytes > _MOST_OF_HOSTS, "--bytes must be at most 100GB with --hosts"),
     )
     if trees_file:
         from tfcdo import plot  # Before time is spent on data for it.
@@ -150,6 +150,9 @@ def plan(
     topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
+        most = f"{format_bytes(_MOST_BYTES // topology.num_devices)} with --hosts on this machine"
+        too_many = num_bytes * topology.num_devices > _MOST_BYTES
+        options.refuse((too_many, f"--bytes must be at most {most}"))
         hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
         number = format_count(num_hosts, "host")
