@@ -228,12 +228,12 @@ class SummaryTest(absltest.TestCase):
 
 
 _SCRIPT = """
-import sys
+import os, sys
 import tensorflow as tf, testing_utils as tu, tfcdo
 
 own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
 tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[1]) * os.path.isabs(__file__))
 """
 
 
@@ -245,7 +245,7 @@ class CommandTest(parameterized.TestCase):
         elsewhere.write_text(script)
         path.symlink_to(elsewhere)
         self.enter_context(mock.patch.multiple(sys, argv=[], path=list(sys.path)))
-        command = ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
+        command = ("trace", "-o", str(folder / "out.json"), *arguments, os.path.relpath(path), "3")
         status, output, errors = run_tfcdo(*command)
         self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
         self.assertEqual(sys.path[0], str(elsewhere.parent))
