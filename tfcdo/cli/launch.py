@@ -245,10 +245,14 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
             raise ValueError(f"srun must set SLURM_{name} to a number; got {text!r}")
     job, step, count, rank, node, local = map(int, numbers.values())
     names = variables.get("SLURM_STEP_NODELIST", "")
-    shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=-1, text=True)
-    hosts, deals = shown.stdout.split(), variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    try:
+        command = ["scontrol", "show", "hostnames", names]
+        hosts = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split()
+    except FileNotFoundError as error:
+        raise ValueError("no `scontrol`: use --hosts with --index $SLURM_NODEID") from error
     if not hosts:
         raise ValueError(f"`scontrol show hostnames {names}` has named no host: see its error")
+    deals = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     # Such as "2(x3),1": two tasks on each of three nodes, one on the fourth.
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", deals)
     tasks = [int(each) for each, times in found for _ in range(int(times or 1))]
