@@ -18,7 +18,7 @@ from absl.testing import parameterized
 import tfcdo
 from tfcdo import keras_internals, private_names, strategies, tf_internals
 from tfcdo.doctor import probe
-from tfcdo.training import statistics
+from tfcdo.training import models, statistics
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 _FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
@@ -30,6 +30,7 @@ _DOORS = {"keras_internals.py": "keras.src", "tf_internals.py": "tensorflow.pyth
 _EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
 # What tfcdo replaces, by the names that it has in TensorFlow.
 _REDUCTIONS = ("ReductionToOneDevice", "NcclAllReduce", "HierarchicalCopyAllReduce")
+_OF_KERAS = [*keras_internals.NAMES, *keras_internals.extended_members(models.extensions())]
 _PUBLIC = ("_exit", "_replace")  # Names of os and of named tuples.
 _TREES = {
     str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
@@ -138,7 +139,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
 
 class GoneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("Keras", keras.__version__, keras_internals.NAMES),
+        ("Keras", keras.__version__, _OF_KERAS),
         ("TensorFlow", tf.__version__, tf_internals.OVERRIDES),
     )
     def test_each_name_and_parameter(self, library, version, members):
@@ -157,12 +158,13 @@ class GoneTest(tf.test.TestCase, parameterized.TestCase):
             f"{', '.join(told)}. ",
         )
 
-    def test_keras_is_checked_when_the_door_opens(self):
-        with (
-            mock.patch.object(keras_internals.BaseOptimizer, "apply", None),
-            self.assertRaisesRegex(ImportError, r"BaseOptimizer\.apply"),
-        ):
-            importlib.reload(keras_internals)
+    @parameterized.parameters(
+        ("apply", models.install), ("_track_variable", lambda: importlib.reload(keras_internals))
+    )
+    def test_keras_is_checked_when_the_door_opens(self, name, open_door):
+        patched = mock.patch.object(keras_internals.BaseOptimizer, name, None)
+        with patched, self.assertRaisesRegex(ImportError, rf"BaseOptimizer\.{name}"):
+            open_door()
 
     def test_names_all_that_are_missing_and_the_known_versions(self):
         source = """
