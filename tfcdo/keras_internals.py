@@ -378,8 +378,12 @@ def epoch_iterator(model: Any) -> Any:
 
 
 def make_function(model: Any, name: str, step: Callable[..., Any]) -> None:
-    """Makes a model's train or test function of a step."""
-    setattr(model, f"{name}_function", model._make_function(step))
+    """Makes a model's train or test function of a step that XLA compiles on each replica."""
+    model.jit_compile = False  # Not the whole, around the steps of all replicas.
+    try:
+        setattr(model, f"{name}_function", model._make_function(step))
+    finally:
+        model.jit_compile = True
 
 
 def element_spec(iterator: Any) -> Any:

@@ -374,7 +374,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if several and name != "predict":
         updates.check_metrics(model)
     if several and model.jit_compile and name != "predict" and (before is None or force):
-        jit.make_function(model, name)
+        keras_internals.make_function(model, name, jit.jit_compile(getattr(model, f"{name}_step")))
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
