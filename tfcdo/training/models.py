@@ -218,26 +218,21 @@ def _add_slot(
 def _symbolic_build(
     own: Function, model: Any, iterator: Any = None, data_batch: Any = None
 ) -> None:
-    """Builds a model before its first step, if it can be called with a batch."""
-    ours = step.is_ours(model.distribute_strategy)
-    with keras_internals.building(model) if ours else contextlib.nullcontext():
-        _build_from_spec(own, model, iterator, data_batch)
-
-
-def _build_from_spec(own: Function, model: Any, iterator: Any, data_batch: Any) -> Any:
-    """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
-    # Keras takes a batch, and begins again. A generator cannot begin again.
-    if iterator is None:
-        return own(model, data_batch=data_batch)
-    keras_internals.note_iterator(model, iterator)
-    spec = keras_internals.element_spec(iterator)
-    if not step.is_ours(model.distribute_strategy) or spec is None:
-        return own(model, iterator=iterator)
-    batch = keras.tree.map_structure(_of_any_batch, spec)
-    has_targets = keras.utils.unpack_x_y_sample_weight(batch)[1] is not None
-    # It may also make the targets of a loss.
-    with contextlib.nullcontext() if has_targets else keras_internals.without_loss(model):
-        return own(model, data_batch=batch)
+    """Builds a model before its first step, by the spec of its batches, if it can be called so."""
+    ours, spec = step.is_ours(model.distribute_strategy), None
+    if iterator is not None:
+        keras_internals.note_iterator(model, iterator)
+        spec = keras_internals.element_spec(iterator) if ours else None
+    with contextlib.ExitStack() as stack:
+        if ours:
+            stack.enter_context(keras_internals.building(model))
+        # Keras takes a batch, and begins again. A generator cannot begin again.
+        if spec is not None:
+            iterator, data_batch = None, keras.tree.map_structure(_of_any_batch, spec)
+            # It may also make the targets of a loss.
+            if keras.utils.unpack_x_y_sample_weight(data_batch)[1] is None:
+                stack.enter_context(keras_internals.without_loss(model))
+        own(model, iterator=iterator, data_batch=data_batch)
 
 
 def _of_any_batch(spec: Any) -> Any:
