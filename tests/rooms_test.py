@@ -186,10 +186,8 @@ def function():
             f"uses names of TensorFlow that are not in TensorFlow {re.escape(tf.__version__)}: "
             r"one, other\. .*tests were run: 2\.16\.\d.* Install one of those"
         )
-        with (
-            mock.patch.object(private_names, "missing", return_value=["one", "other"]),
-            self.assertRaisesRegex(ImportError, message),
-        ):
+        absent = mock.patch.object(private_names, "missing", return_value=["one", "other"])
+        with absent, self.assertRaisesRegex(ImportError, message):
             importlib.reload(tf_internals)
 
 
