@@ -25,6 +25,7 @@ _FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
 _MOST_LINES = 600
 # How a longer file begins the sentence that says why, in a comment or in its docstring.
 _REASON = "Longer than 600 lines"
+_SETTINGS = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
 _PACKAGE = pathlib.Path(tfcdo.__file__).parent
 _DOORS = {"keras_internals.py": "keras.src", "tf_internals.py": "tensorflow.python"}
 _EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
@@ -44,13 +45,11 @@ def _names(line: str) -> set[str]:
 
 class RoomsTest(tf.test.TestCase):
     def test_the_doctor_asks_for_the_tensorflow_that_the_package_asks_for(self):
-        settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', settings)
+        (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', _SETTINGS)
         self.assertEqual(probe.OLDEST_TENSORFLOW, tuple(map(int, oldest.split("."))))
 
     def test_the_drawing_has_the_layers_that_import_linter_keeps(self):
-        settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)
+        (contract,) = re.findall(r"^layers = (\[.*?\n\])", _SETTINGS, re.MULTILINE | re.DOTALL)
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
         page = (_ROOT / "docs/architecture.md").read_text(encoding="utf-8")
         _, drawing, _ = re.split("The (?:rooms|layers) of the package", page)[1].split("```", 2)

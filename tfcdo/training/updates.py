@@ -67,7 +67,8 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     strategy = tf.distribute.get_strategy()
     here = step.now.step
     if here is None or here.alone or not step.is_ours(strategy):
-        if here is None and (divided := _divided(optimizer)):
+        divided = _divided(optimizer) if here is None else None
+        if divided:  # AutoGraph, which converts what a user's `apply` calls, takes no `:=`.
             raise ValueError(
                 f"the optimizer {optimizer.name!r} must be applied in strategy.run or fit, because "
                 f"each replica has its part of {divided}; it was applied outside of them"
