@@ -34,7 +34,7 @@ _NOT_CODE = {"text", "yaml", "{toctree}", "{eval-rst}", "{literalinclude}"}
 # Before a block of Python that cannot run here, with the reason: its names are looked up instead.
 _NOT_RUN = "<!-- not run: "
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
-_ELSEWHERE = {"bazel", "export", "git", "HOSTS=$(scontrol", "srun"}
+_ELSEWHERE = {"bazel", "export", "git", "srun"}
 
 
 def _blocks(page: str) -> Iterator[tuple[str, str, bool]]:

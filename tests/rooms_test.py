@@ -18,18 +18,20 @@ from absl.testing import parameterized
 import tfcdo
 from tfcdo import keras_internals, private_names, strategies, tf_internals
 from tfcdo.doctor import probe
-from tfcdo.training import statistics
+from tfcdo.training import models, statistics
 
 _ROOT = pathlib.Path(__file__).absolute().parents[1]
 _FOLDERS = ("docs", "examples", "pip_package", "tests", "tfcdo", "tools")
 _MOST_LINES = 600
 # How a longer file begins the sentence that says why, in a comment or in its docstring.
 _REASON = "Longer than 600 lines"
+_SETTINGS = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
 _PACKAGE = pathlib.Path(tfcdo.__file__).parent
 _DOORS = {"keras_internals.py": "keras.src", "tf_internals.py": "tensorflow.python"}
 _EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
 # What tfcdo replaces, by the names that it has in TensorFlow.
 _REDUCTIONS = ("ReductionToOneDevice", "NcclAllReduce", "HierarchicalCopyAllReduce")
+_OF_KERAS = [*keras_internals.NAMES, *keras_internals.extended_members(models.extensions())]
 _PUBLIC = ("_exit", "_replace")  # Names of os and of named tuples.
 _TREES = {
     str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
@@ -43,13 +45,11 @@ def _names(line: str) -> set[str]:
 
 class RoomsTest(tf.test.TestCase):
     def test_the_doctor_asks_for_the_tensorflow_that_the_package_asks_for(self):
-        settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', settings)
+        (oldest,) = re.findall(r'"tensorflow>=([0-9.]+)"', _SETTINGS)
         self.assertEqual(probe.OLDEST_TENSORFLOW, tuple(map(int, oldest.split("."))))
 
     def test_the_drawing_has_the_layers_that_import_linter_keeps(self):
-        settings = (_ROOT / "pyproject.toml").read_text(encoding="utf-8")
-        (contract,) = re.findall(r"^layers = (\[.*?\n\])", settings, re.MULTILINE | re.DOTALL)
+        (contract,) = re.findall(r"^layers = (\[.*?\n\])", _SETTINGS, re.MULTILINE | re.DOTALL)
         layers = [_names(layer) for layer in ast.literal_eval(contract)]
         page = (_ROOT / "docs/architecture.md").read_text(encoding="utf-8")
         _, drawing, _ = re.split("The (?:rooms|layers) of the package", page)[1].split("```", 2)
@@ -138,7 +138,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
 
 class GoneTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(
-        ("Keras", keras.__version__, keras_internals.NAMES),
+        ("Keras", keras.__version__, _OF_KERAS),
         ("TensorFlow", tf.__version__, tf_internals.OVERRIDES),
     )
     def test_each_name_and_parameter(self, library, version, members):
@@ -157,12 +157,13 @@ class GoneTest(tf.test.TestCase, parameterized.TestCase):
             f"{', '.join(told)}. ",
         )
 
-    def test_keras_is_checked_when_the_door_opens(self):
-        with (
-            mock.patch.object(keras_internals.BaseOptimizer, "apply", None),
-            self.assertRaisesRegex(ImportError, r"BaseOptimizer\.apply"),
-        ):
-            importlib.reload(keras_internals)
+    @parameterized.parameters(
+        ("apply", models.install), ("_track_variable", lambda: importlib.reload(keras_internals))
+    )
+    def test_keras_is_checked_when_the_door_opens(self, name, open_door):
+        patched = mock.patch.object(keras_internals.BaseOptimizer, name, None)
+        with patched, self.assertRaisesRegex(ImportError, rf"BaseOptimizer\.{name}"):
+            open_door()
 
     def test_names_all_that_are_missing_and_the_known_versions(self):
         source = """
@@ -184,10 +185,8 @@ def function():
             f"uses names of TensorFlow that are not in TensorFlow {re.escape(tf.__version__)}: "
             r"one, other\. .*tests were run: 2\.16\.\d.* Install one of those"
         )
-        with (
-            mock.patch.object(private_names, "missing", return_value=["one", "other"]),
-            self.assertRaisesRegex(ImportError, message),
-        ):
+        absent = mock.patch.object(private_names, "missing", return_value=["one", "other"])
+        with absent, self.assertRaisesRegex(ImportError, message):
             importlib.reload(tf_internals)
 
 

@@ -12,7 +12,7 @@ import gc
 import inspect
 import traceback
 import weakref
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -46,11 +46,9 @@ WRAPPERS = tuple(
 )
 # Since Keras 3.12.
 DISTILLERS = (keras.distillation.Distiller,) if hasattr(keras, "distillation") else ()
+# What is read or called; `extend_all` knows what is extended.
 NAMES: tuple[private_names.Member, ...] = (
-    (BaseOptimizer, "__init__", ("self", "learning_rate")),
-    (BaseOptimizer, "apply", ("self", "grads", "trainable_variables")),
     (BaseOptimizer, "apply_gradients", ("self", "grads_and_vars")),
-    (BaseOptimizer, "build", ("self", "variables")),
     (BaseOptimizer, "_accumulated_gradients", ()),
     (BaseOptimizer, "_check_variables_are_known", ("self", "variables")),
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
@@ -59,10 +57,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
-    (BaseOptimizer, "_use_weight_decay", ("self", "variable")),
-    (keras.optimizers.LossScaleOptimizer, "check_finite", ("self", "grads")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
-    (TFOptimizer, "_all_reduce_sum_gradients", ("self", "grads_and_vars")),
     (TFOptimizer, "_apply_weight_decay", ("self", "variables")),
     (
         TFOptimizer,
@@ -70,54 +65,15 @@ NAMES: tuple[private_names.Member, ...] = (
         ("self", "grads", "trainable_variables", "learning_rate"),
     ),
     (TFOptimizer, "_distribution_strategy", ()),
-    (TFOptimizer, "add_variable_from_reference", ("self", "reference_variable", "name")),
-    (TFOptimizer, "assign", ("self", "variable", "value")),
-    (TFOptimizer, "assign_add", ("self", "variable", "value")),
-    (TFOptimizer, "assign_sub", ("self", "variable", "value")),
-    *((wrapper, "apply", ("self", "grads", "trainable_variables")) for wrapper in WRAPPERS),
-    *((distiller, "compute_loss", ("self",)) for distiller in DISTILLERS),
-    (_nn, "_compute_moments_sync", ("x", "axes", "keepdims")),
-    (_loss, "reduce_values", ("values", "sample_weight", "reduction")),
-    (_loss, "apply_mask", ("sample_weight", "mask", "dtype", "reduction")),
-    (_loss, "scale_loss_for_distribution", ("value",)),
-    (_loss, "unscale_loss_for_distribution", ("value",)),
-    (keras.losses.Loss, "__call__", ("self", "y_true", "y_pred", "sample_weight")),
-    (
-        keras.metrics.MeanMetricWrapper,
-        "update_state",
-        ("self", "y_true", "y_pred", "sample_weight"),
-    ),
-    (_compile_utils.CompileLoss, "call", ("self", "y_true", "y_pred", "sample_weight")),
-    (_compile_utils, "get_loss", ("identifier", "y_true", "y_pred")),
-    (keras.metrics.Mean, "update_state", ("self", "values", "sample_weight")),
-    (keras.layers.BatchNormalization, "build", ("self", "input_shape")),
-    (keras.layers.BatchNormalization, "_moments", ("self", "inputs", "mask")),
-    (keras.Layer, "__setattr__", ("self", "name", "value")),
-    (keras.Layer, "add_loss", ("self", "loss")),
-    (keras.Layer, "_get_own_losses", ("self",)),
-    (keras.Layer, "_get_regularization_losses", ("self",)),
-    (keras.Layer, "_clear_losses", ("self",)),
     (keras.Layer, "_flatten_layers", ("self",)),
-    (Trainer, "_get_metrics_result_or_logs", ("self", "logs")),
-    (Trainer, "_aggregate_additional_loss", ("self", "loss")),
-    (Trainer, "compute_loss", ("self", "x", "y", "y_pred", "sample_weight")),
     (Trainer, "fit", ("self", "x")),
-    (keras.Variable, "assign", ("self", "value")),
-    (keras.Variable, "assign_add", ("self", "value")),
-    (keras.Variable, "assign_sub", ("self", "value")),
-    (Trainer, "train_on_batch", ("self", "x", "return_dict")),
-    (Trainer, "test_on_batch", ("self", "x", "return_dict")),
+    (Trainer, "train_on_batch", ("self", "return_dict")),
+    (Trainer, "test_on_batch", ("self", "return_dict")),
     (Trainer, "_flatten_metrics_in_order", ("self", "logs")),
     (Trainer, "_compile_loss", ()),
     (Trainer, "_initial_epoch", ()),
-    (Trainer, "make_train_function", ("self", "force")),
-    (Trainer, "make_test_function", ("self", "force")),
     (Trainer, "_make_function", ("self", "step_function")),
-    (Trainer, "make_predict_function", ("self", "force")),
-    (Trainer, "_maybe_symbolic_build", ("self", "iterator", "data_batch")),
     (Trainer, "_symbolic_build", ("self", "data_batch")),
-    (_trainer, "_multi_worker_concat", ("v", "strategy")),
-    *((EpochIterator, name, ("self",)) for name in ("__init__", "reset")),
     (_trainer.TFEpochIterator, "_distributed_dataset", ()),
     (_trainer.TFEpochIterator, "_current_iterator", ()),
     (_trainer.TFEpochIterator, "_num_batches", ()),
@@ -130,27 +86,33 @@ NAMES: tuple[private_names.Member, ...] = (
     (_seed_generator, "global_seed_generator", ()),
     (TFDatasetAdapter, "_dataset", ()),
     (ArrayDataAdapter, "_shuffle", ()),
-    (PyDatasetAdapter, "get_tf_dataset", ("self",)),
     (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
-    *(
-        (_random, name, parameters)
-        for name, parameters in {
-            "dropout": ("inputs", "rate", "noise_shape", "seed"),
-            "uniform": ("shape", "minval", "maxval", "dtype", "seed"),
-            "normal": ("shape", "mean", "stddev", "dtype", "seed"),
-            "truncated_normal": ("shape", "mean", "stddev", "dtype", "seed"),
-            "randint": ("shape", "minval", "maxval", "dtype", "seed"),
-            "gamma": ("shape", "alpha", "dtype", "seed"),
-            "binomial": ("shape", "counts", "probabilities", "dtype", "seed"),
-            "beta": ("shape", "alpha", "beta", "dtype", "seed"),
-            "categorical": ("logits", "num_samples", "dtype", "seed"),
-            "draw_seed": ("seed",),
-            "_cast_seed": ("seed",),
-        }.items()
-    ),
+    (_random, "draw_seed", ("seed",)),
+    (_random, "_cast_seed", ("seed",)),
 )
 private_names.check_members("Keras", keras.__version__, NAMES)
+
+
+# The owner and name of one of Keras's functions, and ours, which gets that as its first argument.
+Extension = tuple[Any, str, Callable[..., Any]]
+
+
+def extended_members(extensions: Iterable[Extension]) -> list[private_names.Member]:
+    """Returns what Keras must have for functions to stand before its own: all that these name."""
+    members: list[private_names.Member] = []
+    for owner, name, function in extensions:
+        known = inspect.signature(function).parameters.values()
+        _, *own = [one.name for one in known if one.kind is one.POSITIONAL_OR_KEYWORD]
+        members.append((owner, name, ("self", *own[1:]) if inspect.isclass(owner) else (*own,)))
+    return members
+
+
+def extend_all(extensions: Sequence[Extension]) -> None:
+    """Puts functions before Keras's own, unless Keras lacks some of these."""
+    private_names.check_members("Keras", keras.__version__, extended_members(extensions))
+    for extension in extensions:
+        extend(*extension)
 
 
 def extend(owner: Any, name: str, function: Callable[..., Any]) -> None:
@@ -340,9 +302,9 @@ def method_of_step(function: Any) -> str | None:
     return "predict" if getattr(function, "__module__", None) == _trainer.__name__ else None
 
 
-def mark_step(own: Callable[..., Any], model: Any, step: Callable[..., Any]) -> Any:
+def mark_step(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Any:
     """Stands for `_make_function`: an own loop may run a model's `train_step`, too."""
-    marked: Any = functools.partial(step)
+    marked: Any = functools.partial(step_function)
     marked.is_step_of_fit = True
     return own(model, marked)
 
@@ -426,8 +388,12 @@ def epoch_iterator(model: Any) -> Any:
 
 
 def make_function(model: Any, name: str, step: Callable[..., Any]) -> None:
-    """Makes a model's train or test function of a step."""
-    setattr(model, f"{name}_function", model._make_function(step))
+    """Makes a model's train or test function of a step that XLA compiles on each replica."""
+    model.jit_compile = False  # Not the whole, around the steps of all replicas.
+    try:
+        setattr(model, f"{name}_function", model._make_function(step))
+    finally:
+        model.jit_compile = True
 
 
 def element_spec(iterator: Any) -> Any:

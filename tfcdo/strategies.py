@@ -444,7 +444,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 BetweenHosts(options.bytes_per_pack or BetweenHosts.bytes_per_pack, flat, exchange),
             )
         # Only now, because TensorFlow's constructor insists on its own.
-        self._cross_device_ops = self._host_cross_device_ops = ops
+        self._cross_device_ops = ops
 
     def _initialize_local_devices(
         self, cluster_resolver: Any, worker_device: str

@@ -88,7 +88,6 @@ _OF_SEVERAL_HOSTS: Mapping[str, tuple[str, ...]] = {
     "_gather_to_implementation": ("self", "value", "destinations", "axis", "options"),
     "_get_cross_device_ops": ("self", "value"),
     "_get_variable_creator_initial_value": ("self", "replica_id", "device", "primary_var"),
-    "_host_cross_device_ops": (),
     "_initialize_local_devices": ("self", "cluster_resolver", "worker_device"),
     "_reduce_to": (*_REDUCED, "destinations", "options"),
     "_std_server_started": (),

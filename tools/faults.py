@@ -35,6 +35,7 @@ import warm_python
 from fault_training import EPOCHS, SEED, STEPS
 
 from tfcdo import version
+from tfcdo.bench.hosts import LinkError, open_link
 
 # The faults of twenty cases, with the number of each; every twenty are shuffled by themselves.
 KINDS = {
@@ -121,9 +122,8 @@ def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
     with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name:
         folder = pathlib.Path(name)
         start = time.time()
-        process = _start(folder, *(["--workers", str(hosts)] if hosts else []))
-        with _ended([process]):
-            _wait_until(lambda: process.poll() is not None, "the end")
+        with _started(folder, *(["--workers", str(hosts)] if hosts else [])) as process:
+            process.wait(LIMIT_SECONDS)
         if process.returncode:
             raise RuntimeError(f"it failed:\n{(folder / 'log').read_text()}")
         return _weights(folder, 0), _useful(_runs(folder), start)
@@ -131,30 +131,32 @@ def undisturbed(hosts: int) -> tuple[list[np.ndarray], float]:
 
 def run_case(case: Case) -> Outcome:
     """Runs one case."""
-    with tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name, contextlib.ExitStack() as net:
+    with (
+        tempfile.TemporaryDirectory(prefix="tfcdo-faults-") as name,
+        contextlib.ExitStack() as used,
+    ):
         folder = pathlib.Path(name)
         begin = time.time()
         launch = ["--max-restarts", str(_MAX_RESTARTS), "--grace", "2"]
-        bridge = None
+        bridge: Sequence[str] = ()
+        starts = [_started(folder, "--workers", str(case.hosts), *launch)]
         if case.kind == "cut":
-            *namespaces, bridge = net.enter_context(network(case.hosts))
+            *namespaces, bridge = used.enter_context(network(case.hosts))
             addresses = (f"10.0.0.{host + 1}:2222" for host in range(case.hosts))
             launch += ["--hosts", ",".join(addresses)]
-            processes = [
-                _start(folder, "--index", str(host), *launch, inside=namespace)
+            starts = [
+                _started(folder, "--index", str(host), *launch, inside=namespace)
                 for host, namespace in enumerate(namespaces)
             ]
-        else:
-            processes = [_start(folder, "--workers", str(case.hosts), *launch)]
-        with _ended(processes):
-            try:
-                _wait_for_moment(case, folder)
-                time.sleep(case.delay)
-                fault = time.time()
-                _disturb(case, folder, bridge)
-                _wait_until(lambda: all(p.poll() is not None for p in processes), "the end")
-            except TimeoutError as error:
-                return Outcome(f"hangs: {error}")
+        processes = [used.enter_context(start) for start in starts]
+        try:
+            _wait_for_moment(case, folder)
+            time.sleep(case.delay)
+            fault = time.time()
+            _disturb(case, folder, bridge)
+            _wait_until(lambda: None not in [p.poll() for p in processes], "the end")
+        except TimeoutError as error:
+            return Outcome(f"hangs: {error}")
         statuses = [process.returncode for process in processes]
         if any(statuses):
             log = " ".join((folder / "log").read_text()[-300:].split())
@@ -177,8 +179,8 @@ def _wait_for_moment(case: Case, folder: pathlib.Path) -> None:
     _wait_until(lambda: any(folder.glob(file)), f"the {case.moment} of host {victim}")
 
 
-def _disturb(case: Case, folder: pathlib.Path, bridge: int | None) -> None:
-    if bridge is not None:
+def _disturb(case: Case, folder: pathlib.Path, bridge: Sequence[str]) -> None:
+    if bridge:
         cut(bridge, case.victims[0], case.seconds)
         return
     number = {"notice": signal.SIGTERM, "pause": signal.SIGSTOP, "stop": signal.SIGSTOP}
@@ -191,31 +193,26 @@ def _disturb(case: Case, folder: pathlib.Path, bridge: int | None) -> None:
 
 
 @contextlib.contextmanager
-def network(hosts: int) -> Iterator[list[int]]:
-    """Yields a process in the network namespace of each host, and one in their bridge's."""
-    command = ["unshare", "--net", "sh", "-c", "echo; exec sleep 3600"]
-    started = [subprocess.Popen(command, stdout=subprocess.PIPE) for _ in range(hosts + 1)]
-    with _ended(started):
-        for process in started:
-            assert process.stdout
-            process.stdout.readline()  # It is in its namespace.
-        *namespaces, bridge = pids = [process.pid for process in started]
+def network(hosts: int) -> Iterator[list[tuple[str, ...]]]:
+    """Yields the command that enters the network namespace of each host, and their bridge's."""
+    with contextlib.ExitStack() as links:
+        inside = [links.enter_context(open_link(None)).command for _ in range(hosts + 1)]
+        *namespaces, bridge = inside
         _ip(bridge, "link add bridge type bridge", "link set bridge up")
-        for host, pid in enumerate(namespaces):
-            link = f"link add port{host} type veth peer name eth0 netns {pid}"
+        for host, namespace in enumerate(namespaces):
+            link = f"link add port{host} type veth peer name eth0 netns {namespace[-1]}"
             _ip(bridge, link, f"link set port{host} master bridge up")
-            address = f"address add 10.0.0.{host + 1}/24 dev eth0"
-            _ip(pid, address, "link set lo up", "link set eth0 up")
-        yield pids
+            _ip(namespace, f"address add 10.0.0.{host + 1}/24 dev eth0", "link set eth0 up")
+        yield inside
 
 
-def _ip(namespace: int, *commands: str) -> None:
+def _ip(inside: Sequence[str], *commands: str) -> None:
     """Runs `ip` inside a namespace."""
-    enter = ["nsenter", "--net", "--target", str(namespace), "ip", "-batch", "-"]
-    subprocess.run(enter, input="\n".join(commands), text=True, check=True)
+    batch = [*inside, "ip", "-batch", "-"]
+    subprocess.run(batch, input="\n".join(commands), text=True, check=True)
 
 
-def cut(bridge: int, host: int, seconds: float) -> None:
+def cut(bridge: Sequence[str], host: int, seconds: float) -> None:
     """Lets nothing through to and from a host, for some time."""
     _ip(bridge, f"link set port{host} down")
     time.sleep(seconds)
@@ -224,7 +221,7 @@ def cut(bridge: int, host: int, seconds: float) -> None:
 
 def can_cut() -> bool:
     """Returns whether this process may make network namespaces."""
-    with contextlib.suppress(OSError, subprocess.CalledProcessError), network(2):
+    with contextlib.suppress(LinkError, subprocess.CalledProcessError), network(2):
         return True
     return False
 
@@ -261,37 +258,31 @@ def _useful(runs: Sequence[Sequence[tuple[int, float]]], begin: float) -> float:
     return _TOTAL_STEPS * statistics.median(steps) / (max(map(max, moments)) - begin)
 
 
-def _start(
-    folder: pathlib.Path, *launch: str, inside: int | None = None
-) -> subprocess.Popen[bytes]:
-    """Starts a training under `tfcdo launch`, or alone if that gets no arguments."""
+@contextlib.contextmanager
+def _started(
+    folder: pathlib.Path, *launch: str, inside: Sequence[str] = ()
+) -> Iterator[subprocess.Popen[bytes]]:
+    """A training under `tfcdo launch`, or alone if that gets no arguments; ends with the block."""
     # TensorFlow's import takes longer than everything else that a host does here.
-    command = [warm_python.executable()]
-    if inside is not None:
-        command = ["nsenter", "--net", "--target", str(inside), *command]
+    command = [*inside, warm_python.executable()]
     if launch:
         command += ["-m", "tfcdo.cli.main", "launch", *launch]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
-    with (folder / "log").open("ab") as log:
-        return subprocess.Popen(
+    with (
+        (folder / "log").open("ab") as log,
+        subprocess.Popen(
             [*command, fault_training.__file__, str(folder)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
             env={**os.environ, **variables},
-        )
-
-
-@contextlib.contextmanager
-def _ended(processes: Sequence[subprocess.Popen[bytes]]) -> Iterator[None]:
-    """Ends processes with the block: a launcher's workers end when it does."""
-    try:
-        yield
-    finally:
-        for process in processes:
-            process.kill()
-            process.wait()
+        ) as process,
+    ):
+        try:
+            yield process
+        finally:
+            process.kill()  # A launcher's workers end when it does.
 
 
 def _wait_until(condition: Callable[[], bool], name: str) -> None:

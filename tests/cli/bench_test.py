@@ -39,6 +39,7 @@ class ReportTest(tf.test.TestCase):
         self.assertNotIn("…", "".join(lines))
         self.assertIn("a title", lines[0])
         self.assertLessEqual(max(map(len, lines)), 80)
+        self.assertIn("…", "".join(_shown(30, *large)))  # It marks numbers that are cut.
 
     def test_ratios_to_what_is_lost_in_its_spread_are_not_shown(self):
         reference = measurement_of("tf.X", "tf", 2e-3)
@@ -76,7 +77,8 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
     def test_is_of_this_machine_alone(self):
         with mock.patch.dict(os.environ, TF_CONFIG="{", KERAS_BACKEND="jax"):
             result = _bench("-b", "8", "-e", "8", "-g", "2", "--ops", "tf.ReductionToOneDevice()")
-            self.assertEqual(os.environ["KERAS_BACKEND"], "tensorflow")
+            found = os.environ["KERAS_BACKEND"], os.environ["KERAS_HOME"]
+        self.assertEqual(found, ("tensorflow", os.devnull))
         self.assertEqual(result.status, 0, result.errors)
 
     def test_a_wrong_result(self):

@@ -139,14 +139,13 @@ class OptionsTest(parameterized.TestCase):
 
     def test_number(self):
         whole, time = options.number(1, 16), options.number(0.5, kind=float)
-        self.assertEqual([whole.convert(text, None, None) for text in ("1", "16", 4)], [1, 16, 4])
-        self.assertEqual(time.convert("2.5", None, None), 2.5)
+        self.assertEqual([*map(whole, ("1", "16", 4)), time("2.5")], [1, 16, 4, 2.5])
         for kind, text, limits in (
             *((whole, text, "from 1 to 16") for text in ("0", "17", "1.5", "x", "9" * 5000)),
             *((time, text, "of at least 0.5") for text in ("0.4", "nan", "-inf", "")),
         ):
             with self.assertRaisesRegex(click.UsageError, f"expected a number {limits}; got '"):
-                kind.convert(text, None, None)
+                kind(text)
 
     def test_a_letter_has_one_meaning_in_all_commands(self):
         meanings: dict[str, set[str]] = {}
@@ -161,11 +160,9 @@ class OptionsTest(parameterized.TestCase):
         self.assertEqual(meanings["-g"], {"--devices", "--devices-per-worker"})
 
     def test_a_file_that_cannot_be_written(self):
-        with (
-            mock.patch.object(os, "access", return_value=False),
-            self.assertRaisesRegex(click.UsageError, "no permission to write 'out.json'"),
-        ):
-            options.new_file(".json").convert("out.json", None, None)
+        self.enter_context(mock.patch.object(os, "access", return_value=False))
+        with self.assertRaisesRegex(click.UsageError, "no permission to write 'out.json'"):
+            options.new_file(".json")("out.json")
 
     def test_holds_back_what_is_written_to_the_file_descriptor(self):
         script = (

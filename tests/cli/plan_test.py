@@ -136,6 +136,7 @@ class WrongTest(CommandTestCase):
         ("'.*/a.png' is a folder", "-t", "dgx1", "--draw", "{folder}/a.png"),
         ("'fast' is not a bandwidth", "-t", "dgx1", "--hosts", "2", "--network", "fast"),
         ("--save and --draw are for one host", "-t", "dgx1", "--hosts", "2", "--save", "a.json"),
+        ("--bytes must be at most 200 GB with", "-t", "pcie", "--hosts", "2", "-b", "201GB"),
         ("--exchange needs --hosts", "-t", "here", "--exchange", "bfloat16"),
         ("--network .*needs --hosts", "-t", "here", "--network", "12.5G"),
         ("--topology': 'here:17': at most 16 devices", "-t", "here:17"),

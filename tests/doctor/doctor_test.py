@@ -200,7 +200,7 @@ class Probe:
             os._exit(7)
         if (source, target) == (2, 1):
             raise ValueError("no peer")
-        return Check(str(len(self.asked)))
+        return Check(f"{len(self.asked)} {os.environ['KERAS_HOME']}")
 
 worker_pool.serve(Probe)
 """
@@ -220,12 +220,11 @@ class ProbesTest(absltest.TestCase):
         self.assertRegex(str(ends), r"ended with status 7(.*\\n)*no such link.*hangs=False")
         # A new probe was asked for its devices first; one that only reports an error goes on.
         numbers = {(0, 2): "2", (1, 2): "2", (2, 0): "3"}
-        self.assertEqual(pairs, {pair: Check(one) for pair, one in numbers.items()})
+        self.assertEqual(pairs, {pair: Check(f"{n} {os.devnull}") for pair, n in numbers.items()})
 
     def test_after_some_that_hang_the_rest_is_not_tried(self):
-        hanging = Failure("no end within 15 s", hangs=True)
-        pairs = dict(examination._pairs(mock.Mock(return_value=hanging), 3, str))
-        self.assertEqual(list(pairs.values()), [hanging] * 3)
+        pairs = dict(examination._pairs(mock.Mock(return_value=_HANGS), 3, str))
+        self.assertEqual(list(pairs.values()), [_HANGS] * 3)
 
     def test_a_process_of_its_own(self):
         command = (warm_python.executable(), *examination.Probes._command[1:])
@@ -275,6 +274,8 @@ class FindingsTest(absltest.TestCase):
         ops = r"cross_device_ops=tfcdo.NcclAllReduce\(\)"
         script = rf"^import tfcdo; strategy = tfcdo.MirroredStrategy\({ops}\)$"
         self.check(_report(), script=script)
+        more = dataclasses.replace(_MACHINE, logical=(*_GPUS, "/device:GPU:4"))
+        self.check(_report(machine=more), script=r"\['GPU:0', 'GPU:1', 'GPU:2', 'GPU:3'\], cross")
 
     def test_no_tensorflow(self):
         script = "^pip install --force-reinstall tensorflow$"
@@ -330,13 +331,12 @@ class FindingsTest(absltest.TestCase):
     def test_kernels_that_are_missing_an_assumed_topology_and_several_hosts(self):
         hosts = Finding(OK, "host 0"), Finding(WRONG, "host 1", "a remedy")
         reason = "no nvidia-smi; pass topology= to say what joins them"
-        report = _report(
-            versions=dataclasses.replace(_VERSIONS, without_kernels=["GPU:1 (5)", "GPU:3"]),
-            machine=dataclasses.replace(_MACHINE, topology_reason=reason),
-            tf_config=examination.TfConfig("{...}", hosts=hosts),
-        )
         self.check(
-            report,
+            _report(
+                versions=dataclasses.replace(_VERSIONS, without_kernels=["GPU:1 (5)", "GPU:3"]),
+                machine=dataclasses.replace(_MACHINE, topology_reason=reason),
+                tf_config=examination.TfConfig("{...}", hosts=hosts),
+            ),
             "wrong: host 1 -> a",
             r"note: TensorFlow 2.21.0 has no compiled kernels for GPU:1 \(5\), GPU:3: ",
             "note: the topology is assumed to be 'fully_connected'",
@@ -346,8 +346,7 @@ class FindingsTest(absltest.TestCase):
 
 class TfConfigTest(absltest.TestCase):
     def examine(self, *addresses: str) -> tuple[Finding, ...]:
-        task = {"type": "worker", "index": "0"}
-        config = {"cluster": {"worker": addresses}, "task": task}
+        config = {"cluster": {"worker": addresses}, "task": {"type": "worker", "index": "0"}}
         with mock.patch.dict(os.environ, TF_CONFIG=json.dumps(config)):
             return examination.examine_tf_config().hosts
 

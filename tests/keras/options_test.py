@@ -35,9 +35,10 @@ class ShardedStateTest(kt.TrainingTestCase):
         """Sums reach their owners only, and weights all devices."""
         strategy = kt.strategy_of(2, shard_optimizer_state=True)
         shapes = [(30,), (10,), (10,)]
+        of_user = type("OfUser", (ko.SGD,), {"apply": lambda *args: ko.SGD.apply(*args)})
         with strategy.scope():
             variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
-            optimizer = ko.SGD(0.2)
+            optimizer = of_user(0.2)
             optimizer.build(variables)
 
         def step() -> None:

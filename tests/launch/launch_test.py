@@ -264,6 +264,7 @@ class SlurmTest(LaunchTestCase):
         ({"SLURM_NODEID": "0", "SLURM_LOCALID": "1"}, "use srun --distribution=block"),
         ({"SLURM_STEP_TASKS_PER_NODE": "4"}, "of node 1 of \\['node1', 'node2'\\]"),
         ({"SLURM_STEP_NODELIST": "other"}, "show hostnames other` has named no host"),
+        ({"PATH": ""}, "no `scontrol`: use --hosts with --index \\$SLURM_NODEID"),
     )
     def test_another_place_is_refused(self, changed: dict[str, str], message: str):
         with mock.patch.dict(os.environ, self.slurm_variables(2, **changed)):

@@ -59,7 +59,7 @@ class FaultsTest(parameterized.TestCase):
 
     def test_a_hang_is_a_problem_and_nothing_is_left(self):
         process = subprocess.Popen(["sleep", "600"])
-        self.enter_context(mock.patch.object(faults, "_start", lambda *_, **__: process))
+        self.enter_context(mock.patch.object(subprocess, "Popen", lambda *_, **__: process))
         self.enter_context(mock.patch.object(faults, "LIMIT_SECONDS", 0.2))
         outcome = faults.run_case(faults.Case("kill worker", "step", 2, (1,), 12))
         self.assertEqual(outcome.problem, "hangs: no sign of step 12 in 0.2 s")
@@ -69,8 +69,7 @@ class FaultsTest(parameterized.TestCase):
         if not faults.can_cut():
             self.skipTest("network namespaces need root")
         with faults.network(2) as (host, _, bridge):
-            ping = ["nsenter", "--net", "--target", str(host)]
-            ping += [sys.executable, "-c", _CONNECT]
+            ping = [*host, sys.executable, "-c", _CONNECT]
             # Nothing listens there: a refusal shows that the host is reached.
             reached = subprocess.run(ping, check=False, timeout=faults.LIMIT_SECONDS)
             self.assertEqual(reached.returncode, errno.ECONNREFUSED)
@@ -89,8 +88,7 @@ class FaultsTest(parameterized.TestCase):
 
     def test_a_process_that_is_left_is_a_problem(self):
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
-        left = subprocess.Popen(["sleep", "600"])
-        self.addCleanup(left.wait)
+        left = self.enter_context(subprocess.Popen(["sleep", "600"]))
         self.addCleanup(left.kill)
         for host, pid in enumerate((os.getpid(), left.pid)):
             (folder / f"pid-0-{host}").write_text(str(pid))

@@ -24,10 +24,6 @@ from compat_trainings import TRAININGS, Training
 import tfcdo
 
 PAGE = pages.ROOT / "docs" / "compat.md"
-_SERVED = """
-import os
-def run(code): return eval(code)
-"""
 
 
 class JudgeTest(parameterized.TestCase):
@@ -64,7 +60,7 @@ class PagesTest(absltest.TestCase):
 
     def test_a_process_that_ends_is_noted_and_another_one_goes_on(self):
         folder = self.enter_context(tempfile.TemporaryDirectory())
-        pathlib.Path(folder, "served.py").write_text(_SERVED)
+        pathlib.Path(folder, "served.py").write_text("import os\ndef run(code): return eval(code)")
         variables = {"X": "x", "PYTHONPATH": os.pathsep.join([folder, *filter(None, sys.path)])}
         self.enter_context(mock.patch.object(sys, "executable", warm_python.executable()))
         calls = [{"code": code} for code in ("os.environ['X']", "os._exit(7)", "2")]

@@ -90,8 +90,7 @@ class DetectTest(parameterized.TestCase):
         self.assertEqual(found, topology.preset("shared_memory", 3))
         self.assertRegex(line, "'shared_memory'.*CPU devices")
         with self.tensorflow_with("CPU:0"):  # An unknown device is a CPU if there is nothing else.
-            found, _ = self.detect("", "CPU:1")
-        self.assertEqual(found, topology.preset("shared_memory", 2))
+            self.assertEqual(self.detect("", "CPU:1")[0], topology.preset("shared_memory", 2))
 
     @parameterized.parameters(
         *(("GPU:0", "CPU:0"), ("", "GPU:0"), ("TPU:0", "TPU:1"), ("nonsense", "CPU:0")),

@@ -16,8 +16,7 @@ _TWO_SOCKETS = (
 
 
 def text_of(name: str) -> str:
-    path = pathlib.Path(__file__).parent / "data" / f"nvidia_smi_{name}.txt"
-    return path.read_text(encoding="utf-8")
+    return (pathlib.Path(__file__).parent / "data" / f"nvidia_smi_{name}.txt").read_text("utf-8")
 
 
 def sample(name: str) -> Topology:

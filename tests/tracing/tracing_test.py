@@ -3,6 +3,7 @@
 import contextlib
 import io
 import json
+import os
 import pathlib
 import re
 import sys
@@ -89,8 +90,9 @@ class TraceTest(tf.test.TestCase):
         self.assertEqual(found.num_steps, _STEPS)
         self.assertBetween(found.all_reduce, 1e-9, found.step)
         self.assertBetween(found.exposed, 0.0, found.all_reduce)
-        text = r"^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
-        self.assertRegex(str(found), text)
+        self.assertRegex(
+            str(found), "^3 steps of .* all-reduce .* exposed; slowest edge tfcdo/pack"
+        )
 
         content = json.loads(path.read_text(encoding="utf-8"))
         self.assertEqual(content["otherData"]["summary"], str(found))
@@ -139,7 +141,10 @@ class OtherPlansTest(tf.test.TestCase):
 class ArgumentsTest(parameterized.TestCase):
     def test_a_trace_is_there_at_the_end_of_its_block(self):
         path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
-        with self.assertRaises(KeyError), tfcdo.trace(path) as traced:
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(path.parent)
+        with self.assertRaises(KeyError), tfcdo.trace(path.name) as traced:
+            os.chdir("..")
             with self.assertRaisesRegex(RuntimeError, "when its block has ended"):
                 traced.summary  # noqa: B018
             raise KeyError
@@ -223,12 +228,12 @@ class SummaryTest(absltest.TestCase):
 
 
 _SCRIPT = """
-import sys
+import os, sys
 import tensorflow as tf, testing_utils as tu, tfcdo
 
 own = tu.per_replica([tf.ones([1000])] * 2, tu.device_names(2))
 tf.function(lambda: tfcdo.HierarchicalCopyAllReduce().reduce(tu.SUM, own, own).values)()
-sys.exit(int(sys.argv[1]))
+sys.exit(int(sys.argv[1]) * os.path.isabs(__file__))
 """
 
 
@@ -240,7 +245,7 @@ class CommandTest(parameterized.TestCase):
         elsewhere.write_text(script)
         path.symlink_to(elsewhere)
         self.enter_context(mock.patch.multiple(sys, argv=[], path=list(sys.path)))
-        command = ("trace", "-o", str(folder / "out.json"), *arguments, str(path), "3")
+        command = ("trace", "-o", str(folder / "out.json"), *arguments, os.path.relpath(path), "3")
         status, output, errors = run_tfcdo(*command)
         self.assertNotIn("tfcdo: ", output)  # Standard output is the script's.
         self.assertEqual(sys.path[0], str(elsewhere.parent))
@@ -270,6 +275,11 @@ class CommandTest(parameterized.TestCase):
         self.assertEqual((status, files), (1, ["script.py"]))
         self.assertIn("bye", output)
         self.assertIn("the script ended before --after 60 s", output)
+        error = tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
+        self.enter_context(mock.patch.object(callbacks.Profiler, "start", side_effect=error))
+        status, output, files = self.run_trace()
+        self.assertEqual((status, files), (1, ["script.py"]))
+        self.assertEndsWith(output, "tfcdo: not recorded: Another profiler is running.\n")
 
 
 class TraceSummaryTest(absltest.TestCase):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 import math
 import os
 import pathlib
@@ -113,7 +112,8 @@ def bench(
     options.refuse(
         (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
-    os.environ["KERAS_BACKEND"] = "tensorflow"  # Whatever the user's programs have.
+    # Whatever the user's programs have; where there can be no file, Keras has its own defaults.
+    os.environ |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
     if context.invoked_subcommand:
         return 0
     console = options.make_console()
@@ -158,7 +158,7 @@ def bench(
         "quartiles. of TF: time relative to the fastest correct TensorFlow class; - where a time "
         "is smaller than its spread."
     )
-    found = list(itertools.chain.from_iterable(groups))
+    found = [one for group in groups for one in group]
     _write_json(found, json_file, devices.description)
     return int(any(one.wrong for one in found if one.kind == OURS))
 
@@ -175,7 +175,7 @@ def bench(
 @options.WARMUP
 @options.option(
     "--rate",
-    options.Parsed("bandwidth", _read_rate),
+    options.parsed("bandwidth", _read_rate),
     "Limit of the link between the workers; needs tc, and root or user namespaces.",
     metavar="1gbit",
 )
@@ -196,20 +196,18 @@ def workers(
     console = options.make_console()
     with options.status("Starting TensorFlow ..."), options.quiet_start():
         from tfcdo.bench import hosts
-    try:
-        with contextlib.ExitStack() as stack:
-            try:
-                opened = stack.enter_context(hosts.open_link(rate))
-            except hosts.LinkError as error:
-                if rate:
-                    raise click.ClickException(f"--rate: {error}") from error
-                text = "Counting all bytes on the machine's loopback, also other programs'"
-                console.print(f"{text}: {error}")
-                opened = hosts.Loopback()
-            track = stack.enter_context(options.progress())
-            found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track)
-    except worker_pool.WorkerError as error:
-        raise click.ClickException(str(error)) from error
+    with contextlib.ExitStack() as stack:
+        try:
+            opened = stack.enter_context(hosts.open_link(rate))
+        except hosts.LinkError as error:
+            if rate:
+                raise click.ClickException(f"--rate: {error}") from error
+            text = "Counting all bytes on the machine's loopback, also other programs'"
+            console.print(f"{text}: {error}")
+            opened = hosts.Loopback()
+        track = stack.enter_context(options.progress())
+        stack.enter_context(options.reported(click.ClickException, worker_pool.WorkerError))
+        found = hosts.run(opened, num_workers, num_devices, iterations, warmup, track)
     size = found[0].size
     devices = format_count(num_devices, "virtual CPU device")
     title = f"{num_workers} workers with {devices} each, "
@@ -229,14 +227,12 @@ def _compared(
     """Makes the implementations that are named and can run on the devices; says which cannot."""
     from tfcdo.bench import measure
 
-    try:
+    with options.reported(click.UsageError, ValueError):
         named = [found for name in names for found in measure.parse(name)]
         reasons = {one: one.reason_not_to_run(devices.names, dtype) for one in named}
         compared = [one for one, reason in reasons.items() if not reason]
         for one in compared:
             one.check_arguments(devices.names)
-    except ValueError as error:
-        raise click.UsageError(str(error)) from error
     for reason in dict.fromkeys(filter(None, reasons.values())):
         left_out = [one.name for one in reasons if reasons[one] == reason]
         console.print(f"Without {' and '.join(left_out)}: {reason}")
@@ -291,7 +287,7 @@ def _show(title: str, measured: Sequence[Measurement], console: Console) -> None
     table.add_column("\n", overflow="fold")
     shown = {heading: cell for heading, cell in columns.items() if any(map(cell, measured))}
     for heading in shown:
-        table.add_column(heading, justify="right", no_wrap=True, overflow="fold")
+        table.add_column(heading, justify="right", no_wrap=True)
     for one in measured:
         # In 80 columns there is no room for more.
         name = one.name.replace("num_packs=", "").replace("AllReduce", "")

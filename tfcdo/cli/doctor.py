@@ -45,10 +45,8 @@ def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, .
         (blackbox and not files, "--blackbox requires files"),
     )
     if blackbox:
-        try:
+        with options.reported(click.ClickException, ValueError):
             click.echo("\n".join(black_boxes.compare(black_boxes.read(files))))
-        except ValueError as error:
-            raise click.ClickException(str(error)) from error
         return 0
     console = options.make_console()
     with options.status("Starting ...") as tell, examination.Probes(num_devices) as probes:

@@ -52,7 +52,7 @@ _BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK
 class Place(NamedTuple):
     """The addresses of all workers, those that this launcher starts, and all of its machine."""
 
-    addresses: tuple[str, ...]
+    addresses: tuple[str, ...]  # Empty where all are on this machine.
     own: range
     first_here: int  # Which of the machine's workers the launcher's first one is,
     here: int  # and how many it has.
@@ -86,7 +86,7 @@ def _parse_workers(text: str) -> int:
             f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
             "Ray Train, see docs/ray.md"
         )
-    return int(options.number(1, 256).parse(text))
+    return int(options.number(1, 256)(text))
 
 
 def parse_hosts(text: str) -> tuple[str, ...]:
@@ -107,13 +107,13 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 )
 @options.option(
     "--workers --nproc-per-node --nproc_per_node",
-    options.Parsed("workers", _parse_workers),
+    options.parsed("workers", _parse_workers),
     "Number of workers on this machine.",
     metavar="N",
 )
 @options.option(
     "--hosts",
-    options.Parsed("hosts", parse_hosts),
+    options.parsed("hosts", parse_hosts),
     "Addresses of all machines, where their first workers listen.",
     metavar="A:PORT,...",
 )
@@ -171,7 +171,7 @@ def launch(
     CPUs, or to leave GPUs of a worker out, --devices-per-worker sets the number of its devices.
     """
     place = _place(workers, hosts, index, nnodes, slurm)
-    gpus = _gpus(gpus_per_worker, place.here if place else workers or 1)
+    gpus = _gpus(gpus_per_worker, place.here)
     if not module and not (script and pathlib.Path(script).exists()):
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
@@ -179,7 +179,7 @@ def launch(
     variables = {worker.DEVICES_PER_WORKER: str(devices_per_worker)} if devices_per_worker else {}
     job = supervisor.Job(
         command=(sys.executable, *(["-m"] if module else []), script, *arguments),
-        workers=functools.partial(_workers, workers or 0, place, variables, gpus),
+        workers=functools.partial(_workers, place, variables, gpus),
         max_restarts=max_restarts,
         grace_seconds=grace,
     )
@@ -192,9 +192,9 @@ def _place(
     index: int | None,
     nnodes: int | None,
     slurm: bool,
-) -> Place | None:
-    """Returns this machine's workers among several machines'; None for a job on one."""
-    count = len(hosts or [1])
+) -> Place:
+    """Returns this machine's workers among all machines'; those of one get their ports later."""
+    here, count = workers or 1, len(hosts or [1])
     several = hosts or nnodes or index is not None
     options.refuse(
         (
@@ -226,20 +226,15 @@ def _place(
         ),
     )
     if slurm:
-        try:
+        with options.reported(click.UsageError, ValueError, about="--slurm: "):
             return place_in_slurm(os.environ)
-        except ValueError as error:
-            raise click.UsageError(f"--slurm: {error}") from error
     if hosts is None or index is None:
-        return None
+        return Place((), range(here), 0, here)
     # The ports of a host's workers begin with its own.
     split = [address.rpartition(":")[::2] for address in hosts]
-    here = workers or 1
     addresses = ",".join(f"{name}:{int(port) + w}" for name, port in split for w in range(here))
-    try:
+    with options.reported(click.UsageError, ValueError, about=f"--hosts with --workers {here}: "):
         return Place(parse_hosts(addresses), range(index * here, (index + 1) * here), 0, here)
-    except ValueError as error:
-        raise click.UsageError(f"--hosts with --workers {here}: {error}") from error
 
 
 def place_in_slurm(variables: Mapping[str, str]) -> Place:
@@ -250,10 +245,14 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
             raise ValueError(f"srun must set SLURM_{name} to a number; got {text!r}")
     job, step, count, rank, node, local = map(int, numbers.values())
     names = variables.get("SLURM_STEP_NODELIST", "")
-    shown = subprocess.run(["scontrol", "show", "hostnames", names], stdout=-1, text=True)
-    hosts, deals = shown.stdout.split(), variables.get("SLURM_STEP_TASKS_PER_NODE", "")
+    try:
+        command = ["scontrol", "show", "hostnames", names]
+        hosts = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split()
+    except FileNotFoundError as error:
+        raise ValueError("no `scontrol`: use --hosts with --index $SLURM_NODEID") from error
     if not hosts:
         raise ValueError(f"`scontrol show hostnames {names}` has named no host: see its error")
+    deals = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
     # Such as "2(x3),1": two tasks on each of three nodes, one on the fourth.
     found = re.findall(r"(\d+)(?:\(x(\d+)\))?", deals)
     tasks = [int(each) for each, times in found for _ in range(int(times or 1))]
@@ -270,23 +269,23 @@ def place_in_slurm(variables: Mapping[str, str]) -> Place:
 
 @contextlib.contextmanager
 def _workers(
-    count: int, place: Place | None, variables: Mapping[str, str], gpus: Sequence[str]
+    place: Place, variables: Mapping[str, str], gpus: Sequence[str]
 ) -> Iterator[Sequence[supervisor.WorkerSpec]]:
     """Gives the workers of one run; on one machine, with free ports and a token of their own."""
     with contextlib.ExitStack() as stack:
-        if place is None:
-            addresses = stack.enter_context(config.reserved_ports(count))
-            place = Place(addresses, range(count), 0, count)
+        addresses = place.addresses
+        if not addresses:
+            addresses = stack.enter_context(config.reserved_ports(place.here))
             # It keeps out workers that an earlier run has left.
             token = worker.cluster_token() or secrets.token_hex(16)
             variables = {**variables, worker.CLUSTER_TOKEN: token}
-        width = len(f"worker {len(place.addresses) - 1}")
+        width = len(f"worker {len(addresses) - 1}")
         specs = []
         for turn, number in enumerate(place.own):
             name = f"worker {number}"
             prefix = f"{name:{width}} | "
             shown, shown_errors = (_coloured(prefix, number, s) for s in (sys.stdout, sys.stderr))
-            own = {"TF_CONFIG": config.tf_config(place.addresses, number), **variables}
+            own = {"TF_CONFIG": config.tf_config(addresses, number), **variables}
             if gpus:
                 own["CUDA_VISIBLE_DEVICES"] = gpus[place.first_here + turn]
             specs.append(supervisor.WorkerSpec(name, shown, shown_errors, own))

@@ -11,7 +11,7 @@ import re
 import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any
 
 import click
 from rich import progress as rich_progress
@@ -20,31 +20,36 @@ from rich.console import Console
 if TYPE_CHECKING:
     from tfcdo.bench.devices import ChosenDevices
 
-_Item = TypeVar("_Item")
-
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
 
 
-class Parsed(click.ParamType):  # type: ignore[type-arg]  # Only newer clicks take one.
-    """A value that a function reads from text; its ValueError is the message of a refusal."""
+@contextlib.contextmanager
+def reported(
+    kind: type[click.ClickException], *errors: type[Exception], about: str = ""
+) -> Iterator[None]:
+    """Raises errors of some types as one of click's, which gets one line."""
+    try:
+        yield
+    except errors as error:
+        raise kind(f"{about}{error}") from error
 
-    def __init__(self, name: str, parse: Callable[[str], Any]) -> None:
-        self.name = name
-        self.parse = parse
 
-    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> Any:
-        """Reads it."""
-        try:
-            return self.parse(value)
-        except ValueError as error:
-            self.fail(str(error), param, ctx)
+def parsed(name: str, parse: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Makes the type of a value that a function reads; its ValueError refuses the text."""
+
+    def convert(text: Any) -> Any:
+        with reported(click.BadParameter, ValueError):
+            return parse(text)
+
+    convert.__name__ = name  # The help shows it.
+    return convert
 
 
 def number(
     least: float, most: float = math.inf, kind: Callable[[str], float] = int, metavar: str = "N"
-) -> Parsed:
+) -> Callable[[Any], Any]:
     """Makes the type of a number in a range."""
     limits = f"of at least {least}" if most == math.inf else f"from {least} to {most}"
 
@@ -57,7 +62,7 @@ def number(
             raise ValueError(f"expected a number {limits}; got {text!r}")
         return value
 
-    return Parsed(metavar, read)
+    return parsed(metavar, read)
 
 
 def parse_size(text: str) -> int:
@@ -82,10 +87,10 @@ def parse_bandwidth(text: str) -> float:
     return number / 8 if found[3] == "BIT" else number
 
 
-SIZE = Parsed("size", parse_size)
+SIZE = parsed("size", parse_size)
 
 
-def new_file(*suffixes: str) -> Parsed:
+def new_file(*suffixes: str) -> Callable[[Any], Any]:
     """Makes the type of a file to write, which is checked before time is spent on its content."""
 
     def check(value: str) -> pathlib.Path:
@@ -100,7 +105,7 @@ def new_file(*suffixes: str) -> Parsed:
             raise ValueError(f"there is no permission to write {value!r}")
         return path
 
-    return Parsed("file", check)
+    return parsed("file", check)
 
 
 @contextlib.contextmanager
@@ -147,7 +152,7 @@ def progress() -> Iterator[Callable[..., Iterable[Any]]]:
         console=console, transient=True, disable=not console.is_terminal, auto_refresh=False
     ) as bars:
 
-        def track(sequence: Sequence[_Item], *, description: str) -> Iterable[_Item]:
+        def track(sequence: Sequence[Any], *, description: str) -> Iterable[Any]:
             has_lines = not console.is_terminal and not bars.task_ids
             task = bars.add_task(description, total=len(sequence))
             bars.refresh()
@@ -192,10 +197,8 @@ def start_tensorflow(count: int | None) -> ChosenDevices:
         from tfcdo.bench.devices import choose_devices
 
         tf.get_logger().setLevel("ERROR")
-        try:
+        with reported(click.ClickException, RuntimeError):
             devices = choose_devices(count)
-        except RuntimeError as error:
-            raise click.ClickException(str(error)) from error
         tf.config.list_logical_devices()
     return devices
 

@@ -29,6 +29,8 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "here"))
+# Bytes of all devices of one host: more packs take longer to simulate than anyone waits.
+_MOST_BYTES = 800 * 10**9
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -71,7 +73,7 @@ def _read(name: str) -> str:
 @click.command(short_help="Compare the all-reduce algorithms on any machine.")
 @options.option(
     "-t --topology wanted",
-    options.Parsed("topology", _parse_machine),
+    options.parsed("topology", _parse_machine),
     "Preset such as dgx1 or nvswitch:16, here, or a file.",
     metavar="NAME|FILE|-",
 )
@@ -104,7 +106,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--network",
-    options.Parsed("bandwidth", options.parse_bandwidth),
+    options.parsed("bandwidth", options.parse_bandwidth),
     "Bandwidth of each host: bytes per second, or as in 100gbit.",
     "12.5G",
 )
@@ -148,19 +150,19 @@ def plan(
     topology = _measure(wanted) if isinstance(wanted, int) else wanted
     size, hosts = format_bytes(num_bytes), None
     if num_hosts:
+        most = f"{format_bytes(_MOST_BYTES // topology.num_devices)} with --hosts on this machine"
+        too_many = num_bytes * topology.num_devices > _MOST_BYTES
+        options.refuse((too_many, f"--bytes must be at most {most}"))
         hosts = Hosts(num_hosts, network)
         rate = f"{format_bytes(round(network))}/s"
         number = format_count(num_hosts, "host")
         size += f" across {number} with {rate} of {exchange or 'network'}"
-    try:
+    asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
+    found: list[Evaluation] = []
+    with options.reported(click.UsageError, ValueError), options.status("Planning ..."):
         check_num_devices(topology.name, topology.num_devices)
-        asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
-        with options.status("Planning ..."):
-            found: list[Evaluation] = []
-            for name in algorithms.ALGORITHMS:
-                found.append(evaluate(name, *asked, known=found))
-    except ValueError as error:
-        raise click.UsageError(str(error)) from None
+        for name in algorithms.ALGORITHMS:
+            found.append(evaluate(name, *asked, known=found))
     _print_table(found, algorithm, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
@@ -179,13 +181,11 @@ def plan(
 def _measure(count: int) -> Topology:
     """Measures devices of this machine; 0 are all GPUs, or some virtual CPU devices."""
     devices = options.start_tensorflow(count or None)
-    try:
-        with options.status("Measuring ...") as tell:
-            return measurement.measure(
-                devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
-            )
-    except (RuntimeError, ValueError) as error:
-        raise click.ClickException(str(error)) from None
+    refused = options.reported(click.ClickException, RuntimeError, ValueError)
+    with refused, options.status("Measuring ...") as tell:
+        return measurement.measure(
+            devices.names, progress=lambda done, what: tell(f"{done:.0%} {what}")
+        )
 
 
 def evaluate(

@@ -53,14 +53,17 @@ def trace(
     other ops, and the slowest edge. The exit status is the script's.
     """
     with options.quiet_start():
+        import tensorflow as tf
+
         from tfcdo.tracing import recording
     began, ended = threading.Event(), threading.Event()
+    place = output.absolute()  # The script may change folders.
 
     def record() -> recording.Trace | None:
         try:
             if ended.wait(after):
                 return None
-            with options.writing(output), recording.trace(output) as traced:
+            with options.writing(output), recording.trace(place) as traced:
                 began.set()
                 ended.wait(seconds)
             return traced
@@ -75,7 +78,8 @@ def trace(
     finally:
         # Also where the user has interrupted the script.
         ended.set()
-        traced = recorded.result()
+        with options.reported(click.ClickException, tf.errors.OpError, about="not recorded: "):
+            traced = recorded.result()
         if traced:
             click.echo(f"tfcdo: {traced.summary}\ntfcdo: wrote {output}", err=True)
         else:
@@ -86,8 +90,9 @@ def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:
     """Runs a script as Python would; returns the status that it exits with."""
     sys.argv = [str(script), *arguments]
     sys.path.insert(0, str(script.resolve().parent))
+    path = str(script.absolute())  # The script's `__file__`.
     try:
-        runpy.run_path(str(script), run_name="__main__")
+        runpy.run_path(path, run_name="__main__")
     except SystemExit as error:
         if isinstance(error.code, str):
             click.echo(error.code, err=True)
@@ -98,7 +103,7 @@ def _run(script: pathlib.Path, arguments: tuple[str, ...]) -> int:
         # find is no file of the command's, nor is a module that it lacks one of tfcdo's.
         frames = error.__traceback__
         # Without the frames above the script's: without any, if it could not be read as Python.
-        while frames is not None and frames.tb_frame.f_code.co_filename != str(script):
+        while frames is not None and frames.tb_frame.f_code.co_filename != path:
             frames = frames.tb_next
         sys.excepthook(type(error), error.with_traceback(frames), frames)
         return 1

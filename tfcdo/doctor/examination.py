@@ -143,7 +143,7 @@ class Probes(contextlib.ExitStack):
             if self._pool is None:
                 # TF_CONFIG is examined in this process; the probe is a separate process.
                 variables = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2"}
-                variables["KERAS_BACKEND"] = "tensorflow"
+                variables |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
                 workers = worker_pool.start_workers(self._command, [variables])
                 self._pool = self.enter_context(workers)
                 if question not in ("versions", "machine"):
@@ -215,8 +215,7 @@ def _reach(cluster: config.Cluster, index: int) -> Finding:
     except (OSError, UnicodeError) as error:
         # A name that nobody knows, or has an empty part, no route, or silence, as of a firewall.
         reason = getattr(error, "strerror", None) or error
-        text = f"{cluster.name(index)}: {problem}: {reason}"
-        return Finding(WRONG, text, remedy)
+        return Finding(WRONG, f"{cluster.name(index)}: {problem}: {reason}", remedy)
     return Finding(OK, f"{cluster.name(index)}: {status}")
 
 
@@ -359,11 +358,12 @@ def script_line(report: Report) -> str:
     ops = f"cross_device_ops={_best_class(report)}()"
     names, on_cpu = report.examined, report.machine.on_cpu
     usable = _usable_devices(report)
+    by_default = 0 if on_cpu else sum("GPU" in name for name in report.machine.logical)
     if report.tf_config.hosts:
-        each = f", devices_per_worker={len(names)}" if on_cpu else ""
+        each = f", devices_per_worker={len(names)}" if len(names) != by_default else ""
         return f"import tfcdo; strategy = tfcdo.MultiWorkerMirroredStrategy({ops}{each})"
     devices = f"tfcdo.configure_virtual_cpus({len(names)}), " if on_cpu else ""
-    if len(usable) < len(names):
+    if len(usable) < max(len(names), by_default):
         devices = f"{list(map(short_name, usable))}, "
     return f"import tfcdo; strategy = tfcdo.MirroredStrategy({devices}{ops})"
 

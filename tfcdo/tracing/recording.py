@@ -334,7 +334,7 @@ def trace(path: str | os.PathLike[str], *, topology: Topology | None = None) -> 
       >>> traced.summary.num_steps
       0
     """
-    written = checks.check_path("path", path, ".json")
+    written = checks.check_path("path", path, ".json").absolute()  # The block may change folders.
     if written.is_dir() or not written.parent.is_dir():
         raise FileNotFoundError(
             f"path must be a file in a folder that exists; got {os.fspath(path)!r}"

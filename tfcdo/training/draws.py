@@ -27,7 +27,7 @@ def seed(own: Function, seed: Any) -> Any:
     """Stands for `draw_seed`: each replica draws the same seeds as the others."""
     here = step.now.step
     is_ours = seed is None or isinstance(seed, keras.random.SeedGenerator)
-    if here is None or not is_ours or tf.distribute.in_cross_replica_context():
+    if here is None or not is_ours:
         return own(seed)
     strategy = tf.distribute.get_strategy()
     with tf.init_scope():

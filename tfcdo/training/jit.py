@@ -7,10 +7,9 @@ import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import keras
 import tensorflow as tf
 
-from tfcdo import checks, keras_internals, log, tf_internals
+from tfcdo import checks, log, tf_internals
 from tfcdo.training import step as running
 from tfcdo.training import updates
 
@@ -83,16 +82,6 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
     if optimizer is not None:
         checks.check_optimizer(optimizer)
     return functools.partial(_run, step)
-
-
-def make_function(model: keras.Model, name: str) -> None:
-    """Makes a model's train or test function, whose step XLA compiles on each replica."""
-    compiled = jit_compile(getattr(model, f"{name}_step"))
-    model.jit_compile = False  # Not the whole, around the steps of all replicas.
-    try:
-        keras_internals.make_function(model, name, compiled)
-    finally:
-        model.jit_compile = True
 
 
 @tf.autograph.experimental.do_not_convert

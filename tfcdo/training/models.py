@@ -1,6 +1,6 @@
 """What tfcdo does where a Keras model or optimizer is used under one of its strategies.
 
-`install` is the list of all functions that stand before Keras's own. With other strategies, and on
+`extensions` lists all functions that stand before Keras's own. With other strategies, and on
 one replica, Keras's are called as they are.
 """
 
@@ -9,7 +9,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import keras
@@ -45,69 +45,72 @@ _OF_NORMS, _OF_ROWS, _DRIFT = 64 * 2.0**-24, 1e-4, 1e-2
 
 def install() -> None:
     """Puts tfcdo's functions before Keras's; later calls do nothing."""
-    if keras.backend.backend() != "tensorflow":
-        return  # `keras_internals` has said so.
-    extend = keras_internals.extend
+    if keras.backend.backend() == "tensorflow":  # Else `keras_internals` has said so.
+        keras_internals.extend_all([*extensions()])
+
+
+def extensions() -> Iterator[keras_internals.Extension]:
+    """Yields the owner and the name of each function of Keras's, and ours that stands before it."""
     for optimizer_class in (keras_internals.BaseOptimizer, *keras_internals.WRAPPERS):
-        extend(optimizer_class, "apply", updates.apply)
-    extend(keras_internals.BaseOptimizer, "__init__", _init_optimizer)
-    extend(keras_internals.BaseOptimizer, "build", _build_optimizer)
-    extend(keras_internals.BaseOptimizer, "_use_weight_decay", updates.use_weight_decay)
-    extend(keras.optimizers.LossScaleOptimizer, "check_finite", updates.finite)
+        yield optimizer_class, "apply", updates.apply
+    yield keras_internals.BaseOptimizer, "__init__", _init_optimizer
+    yield keras_internals.BaseOptimizer, "build", _build_optimizer
+    yield keras_internals.BaseOptimizer, "_use_weight_decay", updates.use_weight_decay
+    yield keras.optimizers.LossScaleOptimizer, "check_finite", updates.finite
     optimizer = keras_internals.TFOptimizer
-    extend(optimizer, "_all_reduce_sum_gradients", updates.already_summed)
-    extend(optimizer, "add_variable_from_reference", _add_slot)
+    yield optimizer, "_all_reduce_sum_gradients", updates.already_summed
+    yield optimizer, "add_variable_from_reference", _add_slot
     for name in ("assign", "assign_add", "assign_sub"):
-        extend(optimizer, name, updates.note_rows)
-    extend(keras.Variable, "assign", updates.note_write)
+        yield optimizer, name, updates.note_rows
+    yield keras.Variable, "assign", updates.note_write
     for name in ("assign_add", "assign_sub"):
-        extend(keras.Variable, name, functools.partial(updates.count, name))
+        yield keras.Variable, name, functools.partial(updates.count, name)
     for name in ("__init__", "reset"):
-        extend(keras_internals.EpochIterator, name, keras_internals.end_with_all_data)
+        yield keras_internals.EpochIterator, name, keras_internals.end_with_all_data
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
-        extend(trainer, f"make_{name}_function", functools.partial(_make, name))
-    extend(trainer, "_make_function", keras_internals.mark_step)
-    extend(trainer, "_maybe_symbolic_build", _symbolic_build)
-    extend(trainer, "fit", _fit)
-    extend(keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset)
-    extend(trainer, "_get_metrics_result_or_logs", _metrics_or_logs)
+        yield trainer, f"make_{name}_function", functools.partial(_make, name)
+    yield trainer, "_make_function", keras_internals.mark_step
+    yield trainer, "_maybe_symbolic_build", _symbolic_build
+    yield trainer, "fit", _fit
+    yield keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset
+    yield trainer, "_get_metrics_result_or_logs", _metrics_or_logs
     for name in ("train_on_batch", "test_on_batch"):
-        extend(trainer, name, _on_batch)
+        yield trainer, name, _on_batch
     for name in ("evaluate", "predict"):
-        extend(keras.Model, name, _with_data)
+        yield keras.Model, name, _with_data
     for name in ("save", "save_weights", "export", "get_weights", "predict_on_batch"):
-        extend(keras.Model, name, _with_common_parameters)
+        yield keras.Model, name, _with_common_parameters
     for name in ("set_weights", "load_weights"):
-        extend(keras.Model, name, _begin_outer_again)
-    extend(keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas)
+        yield keras.Model, name, _begin_outer_again
+    yield keras_internals.TRAINER, "_multi_worker_concat", _in_order_of_replicas
     for name in ("truncated_normal", "randint", "gamma", "binomial", "beta"):
-        extend(keras_internals.RANDOM, name, draws.whole_batch)
-    extend(keras_internals.RANDOM, "draw_seed", draws.seed)
+        yield keras_internals.RANDOM, name, draws.whole_batch
+    yield keras_internals.RANDOM, "draw_seed", draws.seed
     for name in ("dropout", "uniform", "normal", "categorical"):
-        extend(keras_internals.RANDOM, name, getattr(draws, name))
-    extend(keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled)
-    extend(keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled)
-    extend(keras_internals.LOSSES, "reduce_values", losses.reduced)
-    extend(keras_internals.LOSSES, "apply_mask", losses.masked)
-    extend(keras_internals.CompileLoss, "call", losses.compiled)
-    extend(keras_internals.COMPILE_UTILS, "get_loss", losses.resolved)
-    extend(keras.losses.Loss, "__call__", losses.called)
-    extend(keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped)
-    extend(keras.Model, "compute_loss", losses.computed)
+        yield keras_internals.RANDOM, name, getattr(draws, name)
+    yield keras_internals.LOSSES, "scale_loss_for_distribution", losses.scaled
+    yield keras_internals.LOSSES, "unscale_loss_for_distribution", losses.unscaled
+    yield keras_internals.LOSSES, "reduce_values", losses.reduced
+    yield keras_internals.LOSSES, "apply_mask", losses.masked
+    yield keras_internals.CompileLoss, "call", losses.compiled
+    yield keras_internals.COMPILE_UTILS, "get_loss", losses.resolved
+    yield keras.losses.Loss, "__call__", losses.called
+    yield keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped
+    yield keras.Model, "compute_loss", losses.computed
     for distiller in keras_internals.DISTILLERS:
-        extend(distiller, "compute_loss", losses.distilled)
-    extend(trainer, "_aggregate_additional_loss", losses.additional)
-    extend(keras.metrics.Mean, "update_state", losses.averaged)
-    extend(keras.Layer, "__setattr__", _set_attribute)
-    extend(tf.distribute.ReplicaContext, "merge_call", _meet)
-    extend(keras.Layer, "add_loss", losses.added)
-    extend(keras.Layer, "_get_own_losses", losses.of_layer)
-    extend(keras.Layer, "_get_regularization_losses", losses.regularized)
-    extend(keras.Layer, "_clear_losses", losses.cleared)
-    extend(keras.layers.BatchNormalization, "build", statistics.build_layer)
-    extend(keras.layers.BatchNormalization, "_moments", statistics.moments)
-    extend(keras_internals.NN, "_compute_moments_sync", statistics.synchronized)
+        yield distiller, "compute_loss", losses.distilled
+    yield trainer, "_aggregate_additional_loss", losses.additional
+    yield keras.metrics.Mean, "update_state", losses.averaged
+    yield keras.Layer, "__setattr__", _set_attribute
+    yield tf.distribute.ReplicaContext, "merge_call", _meet
+    yield keras.Layer, "add_loss", losses.added
+    yield keras.Layer, "_get_own_losses", losses.of_layer
+    yield keras.Layer, "_get_regularization_losses", losses.regularized
+    yield keras.Layer, "_clear_losses", losses.cleared
+    yield keras.layers.BatchNormalization, "build", statistics.build_layer
+    yield keras.layers.BatchNormalization, "_moments", statistics.moments
+    yield keras_internals.NN, "_compute_moments_sync", statistics.synchronized
 
 
 def _set_attribute(own: Function, layer: Any, name: str, value: Any) -> None:
@@ -214,29 +217,24 @@ def _add_slot(
         return own(optimizer, reference_variable, name, *args, **kw)
 
 
-def _symbolic_build(own: Function, model: Any, **options: Any) -> None:
-    """Builds a model before its first step, if it can be called with a batch."""
-    ours = step.is_ours(model.distribute_strategy)
-    with keras_internals.building(model) if ours else contextlib.nullcontext():
-        _build_from_spec(own, model, **options)
-
-
-def _build_from_spec(
+def _symbolic_build(
     own: Function, model: Any, iterator: Any = None, data_batch: Any = None
-) -> Any:
-    """Builds a model from the spec of its batches, where Keras takes a batch of its iterator."""
-    # Keras takes a batch, and begins again. A generator cannot begin again.
-    if iterator is None:
-        return own(model, data_batch=data_batch)
-    keras_internals.note_iterator(model, iterator)
-    spec = keras_internals.element_spec(iterator)
-    if not step.is_ours(model.distribute_strategy) or spec is None:
-        return own(model, iterator=iterator)
-    batch = keras.tree.map_structure(_of_any_batch, spec)
-    has_targets = keras.utils.unpack_x_y_sample_weight(batch)[1] is not None
-    # It may also make the targets of a loss.
-    with contextlib.nullcontext() if has_targets else keras_internals.without_loss(model):
-        return own(model, data_batch=batch)
+) -> None:
+    """Builds a model before its first step, by the spec of its batches, if it can be called so."""
+    ours, spec = step.is_ours(model.distribute_strategy), None
+    if iterator is not None:
+        keras_internals.note_iterator(model, iterator)
+        spec = keras_internals.element_spec(iterator) if ours else None
+    with contextlib.ExitStack() as stack:
+        if ours:
+            stack.enter_context(keras_internals.building(model))
+        # Keras takes a batch, and begins again. A generator cannot begin again.
+        if spec is not None:
+            iterator, data_batch = None, keras.tree.map_structure(_of_any_batch, spec)
+            # It may also make the targets of a loss.
+            if keras.utils.unpack_x_y_sample_weight(data_batch)[1] is None:
+                stack.enter_context(keras_internals.without_loss(model))
+        own(model, iterator=iterator, data_batch=data_batch)
 
 
 def _of_any_batch(spec: Any) -> Any:
@@ -373,7 +371,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if several and name != "predict":
         updates.check_metrics(model)
     if several and model.jit_compile and name != "predict" and (before is None or force):
-        jit.make_function(model, name)
+        keras_internals.make_function(model, name, jit.jit_compile(getattr(model, f"{name}_step")))
     else:
         own(model, force)
     function = getattr(model, f"{name}_function")
@@ -424,13 +422,13 @@ def _of_optimizers(model: Any) -> list[Any]:
     return [variable for optimizer in optimizers for variable in optimizer.variables]
 
 
-def _in_order_of_replicas(own: Function, value: Any, strategy: tf.distribute.Strategy) -> Any:
+def _in_order_of_replicas(own: Function, v: Any, strategy: tf.distribute.Strategy) -> Any:
     """Concatenates all hosts' results in the order of the replicas."""
     # Keras expects the first replicas' parts of all hosts before the second replicas', which is how
     # TensorFlow deals a batch. Here each host has one part of a batch: see `parts.cut`.
     if step.is_ours(strategy):
-        return strategy.gather(value, axis=0)
-    return own(value, strategy)
+        return strategy.gather(v, axis=0)
+    return own(v, strategy)
 
 
 # Whether all replicas hold the same numbers, without sending them.

@@ -135,16 +135,12 @@ def _own_rows(value: Any, first: Any, index: Any, replicas: int) -> Any:
         return tf.nest.map_structure(tf.identity, value, expand_composites=True)
     counts = step.rows_of(value), step.rows_of(first)
     known: Any = [None if tf.is_tensor(index) else tf.get_static_value(one) for one in counts]
-    if None in known:
-        rows, total = counts
-        each = rows // tf.maximum(total, 1)
-        each = tf.maximum(tf.where(each * total == rows, each, 1), 1)
-    else:
-        rows, total = (int(one) for one in known)
-        each = max(rows // max(total, 1), 1)
-        each = each if each * total == rows else 1
-    begin, count = place(rows // each, index, replicas)
-    return step.slice_rows(value, begin * each, count * each)
+    ops, (rows, total) = (tf, counts) if None in known else (np, known)
+    each = rows // ops.maximum(total, 1)
+    each = ops.maximum(ops.where(each * total == rows, each, 1), 1)
+    size, more = rows // each // replicas, rows // each % replicas
+    begin, end = ((at * size + ops.minimum(more, at)) * each for at in (index, index + 1))
+    return step.slice_rows(value, begin, end - begin)
 
 
 def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
@@ -166,15 +162,6 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
         return step.on_each(devices, own, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
-
-
-def place(rows: Any, index: Any, replicas: int) -> tuple[Any, Any]:
-    """Returns where a replica's part of some rows begins, and how many rows it has."""
-    each, more = rows // replicas, rows % replicas
-    if tf.is_tensor(rows):
-        has_more = tf.cast(index < more, rows.dtype)
-        return index * each + tf.minimum(more, index), each + has_more
-    return index * each + min(index, more), each + (index < more)
 
 
 def _static_rows(spec: Any) -> int | None:

@@ -210,10 +210,10 @@ def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     return mean, tf.math.divide_no_nan(square, count)
 
 
-def synchronized(own: Callable[..., Any], inputs: Any, *args: Any) -> Any:
+def synchronized(own: Callable[..., Any], x: Any, *args: Any) -> Any:
     """Stands for `_compute_moments_sync`, as of `keras.ops.moments`: leaves a stand-in out."""
     here = step.current_several()
-    return own(inputs if here is None else here.without_stand_in(inputs), *args)
+    return own(x if here is None else here.without_stand_in(x), *args)
 
 
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -44,9 +44,7 @@ def apply(
     update = functools.partial(_apply, own_apply, optimizer, grads, variables)
     here = step.now.step
     outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
-    if outer is None or here is None or tf.distribute.in_cross_replica_context():
-        return update()
-    if here.alone or here.applies or here.trace is not None:
+    if outer is None or here is None or here.alone or here.applies or here.trace is not None:
         return update()
     return _between_hosts(optimizer, variables, update)
 
@@ -68,9 +66,9 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     """Applies gradients of this replica."""
     strategy = tf.distribute.get_strategy()
     here = step.now.step
-    on_replica = step.is_ours(strategy) and not tf.distribute.in_cross_replica_context()
-    if not on_replica or here is None or here.alone:
-        if here is None and (divided := _divided(optimizer)):
+    if here is None or here.alone or not step.is_ours(strategy):
+        divided = _divided(optimizer) if here is None else None
+        if divided:  # AutoGraph, which converts what a user's `apply` calls, takes no `:=`.
             raise ValueError(
                 f"the optimizer {optimizer.name!r} must be applied in strategy.run or fit, because "
                 f"each replica has its part of {divided}; it was applied outside of them"
