@@ -143,7 +143,7 @@ class LossesTest(kt.TrainingTestCase):
         for kind in (keras.Sequential, distiller)[: 1 + hasattr(keras, "distillation")]:  # 3.12
             self.check_as_on_one_device(functools.partial(make, kind=kind), *data, **options)
 
-    @parameterized.parameters(("mean_with_sample_weight", np.arange(1.0, 7)), (None, None))
+    @parameterized.parameters(("mean_with_sample_weight", np.arange(7.0) % 6 + 1), (None, None))
     def test_a_number_and_the_weight_of_one_example(self, reduction, weights):
         """Run eagerly: Keras makes a vector of number and weights, but of one weight a number."""
 
@@ -153,8 +153,9 @@ class LossesTest(kt.TrainingTestCase):
                 return number + keras.ops.mean(tfcdo.keras.global_batch((targets - outputs) ** 2))
 
         make = functools.partial(kt.model_of, kt.dense_layers, "sgd", loss=Own(reduction=reduction))
-        options: dict[str, Any] = {"sample_weight": weights, "batch_size": 3}
-        self.check_as_on_one_device(lambda _: make(), *kt.dense_data(6), **options)
+        r2 = functools.partial(keras.metrics.R2Score, None)  # One for each output, not example.
+        how: dict[str, Any] = {"sample_weight": weights, "batch_size": 3}
+        self.check_as_on_one_device(lambda _: make(metrics=[r2()]), *kt.dense_data(7), **how)
 
     @parameterized.parameters(False, True)
     def test_own_train_step_without_targets(self, own_mean):
@@ -441,8 +442,7 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_known_parts_that_no_dataset_has_cut(self):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
-        sizes = (2, 1, 3)  # The first one is the mean.
-        parts = tu.distributed(strategy, lambda replica: tf.ones([sizes[replica], 1]))
+        parts = tu.distributed(strategy, lambda at: tf.ones([(2, 1, 3)[at], 1]))  # First the mean.
         step = tf.function(lambda own: strategy.run(tfcdo.keras.global_batch, (own,)))
         for rows in strategy.experimental_local_results(step(parts)):
             self.assertAllEqual(rows, tf.ones([6, 1]))

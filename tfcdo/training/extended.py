@@ -188,7 +188,9 @@ class ReplicaExtended:
             if here.can_be_empty:
                 args, kwargs = here.with_stand_in((args, kwargs), instead)
             results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
-            if here.can_be_empty:
+            # Of one host's metrics Keras takes the mean, also of those with a number per class.
+            are_rows = step.now.method == "predict" or here.replicas > len(self.worker_devices)
+            if here.can_be_empty and are_rows:
                 results = tf.nest.map_structure(here.without_stand_in, results)
             return results
 
@@ -200,9 +202,8 @@ class ReplicaExtended:
 
     def _is_to_divide(self, batch: Any) -> bool:
         """Returns whether a batch is no dataset's, such as `train_on_batch`'s."""
-        several = len(self.worker_devices) > 1
-        values = tf.nest.flatten(batch)
-        return several and not any(isinstance(v, tf_internals.DistributedValues) for v in values)
+        of_all = (isinstance(v, tf_internals.DistributedValues) for v in tf.nest.flatten(batch))
+        return len(self.worker_devices) > 1 and not any(of_all)
 
     def _run_function(self, run: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         """Runs a `tf.function` for all replicas at once, as TensorFlow does."""
@@ -225,10 +226,9 @@ class ReplicaExtended:
         """Returns each replica's view of a step that begins with these arguments."""
         devices = self.worker_devices
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
-        views = [ReplicaStep(index, replicas) for index in range(len(devices))]
         values = [*filter(None, map(self._batch, tf.nest.flatten((args, kwargs))))]
         if not values:
-            return views
+            return [ReplicaStep(index, replicas) for index in range(len(devices))]
         # In an own loop other values with as many components may come before the batch, such as a
         # seed per replica, or any tensor where a host has one device. Keras's begin with examples.
         sizes = [[component.shape[0] for component in value] for value in values]
