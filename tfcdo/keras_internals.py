@@ -36,7 +36,7 @@ from tfcdo import log, private_names, version
 
 Trainer = _trainer.TensorFlowTrainer
 EpochIterator = _trainer.TFEpochIterator
-OWN_DATA = "_tfcdo_own_data"  # Whether each of several hosts has data of its own; of a dataset.
+NUM_STEPS = "_tfcdo_num_steps"  # What asks for the steps of data that each host has for itself.
 
 # Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
 WRAPPERS = tuple(
@@ -372,8 +372,8 @@ def is_fitting() -> bool:
 def end_with_all_data(own: Callable[..., Any], iterator: Any, *args: Any, **kwargs: Any) -> None:
     """Ends an epoch where the data of all hosts ends, not this host's own, whose length differs."""
     own(iterator, *args, **kwargs)
-    if getattr(iterator._distributed_dataset, OWN_DATA, False):
-        iterator._num_batches = None
+    if (num_steps := getattr(iterator._distributed_dataset, NUM_STEPS, None)) is not None:
+        iterator._num_batches = num_steps()
 
 
 def note_iterator(model: Any, iterator: Any) -> None:

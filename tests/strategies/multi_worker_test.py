@@ -361,20 +361,19 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
 
 def _refused_batches(strategy: Any, is_chief: bool) -> None:
     """Fits on batches that each host makes, and of which each takes the others' to be alike."""
-
-    def data(context: Any) -> tf.data.Dataset:
-        rows = tf.data.Dataset.from_tensor_slices((np.ones([24, 2]), np.ones([24, 1])))
-        return rows.repeat().batch(4 if is_chief else 6, drop_remainder=True)
-
+    size, arrays = 4 if is_chief else 6, (np.ones([24, 2]), np.ones([24, 1]))
+    rows = tf.data.Dataset.from_tensor_slices(arrays).repeat().batch(size, drop_remainder=True)
     with strategy.scope():
         layers = [keras.Input([2]), keras.layers.Dense(1)]
         model = model_of(lambda: layers, "sgd", run_eagerly=False)
-    batches = strategy.distribute_datasets_from_function(data)
+    batches = strategy.distribute_datasets_from_function(lambda _: rows)
     with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)
-    arrays = np.ones([24, 2]), np.ones([24, 1])
+    endless = strategy.distribute_datasets_from_function(lambda _: rows.take(3 - 4 * is_chief))
+    with disagreeing("endless", r"endless on all hosts or on none; got the lengths \[-1, 3\]"):
+        model.fit(endless, steps_per_epoch=2, shuffle=False, verbose=0)
     with disagreeing("batch size", r"batch_size: (4.* 6|6.* 4).*class_weight: \[\(1, [12]\)\]"):
-        model.fit(*arrays, 4 if is_chief else 6, verbose=0, class_weight={1: 1 + is_chief})
+        model.fit(*arrays, size, verbose=0, class_weight={1: 1 + is_chief})
     with disagreeing("call", "differ: .*call 2 of fit"):  # A slow worker may be at the first.
         model.fit(*arrays, epochs=0, verbose=0)
         model.fit(*arrays, epochs=0) if is_chief else model.evaluate(*arrays, verbose=0)
@@ -410,11 +409,8 @@ def _check_sums(strategy: Any) -> None:
         for position, shape in enumerate(_SHAPES)
     ]
     devices = strategy.extended.worker_devices
-
-    def distributed(own: Sequence[Any]) -> Any:
-        return tu.distributed(strategy, lambda r: tu.place(own[r], devices[r % len(devices)]))
-
-    values = [*map(distributed, arrays)]
+    place = lambda own: lambda r: tu.place(own[r], devices[r % len(devices)])  # noqa: E731
+    values = [tu.distributed(strategy, place(own)) for own in arrays]
     results = strategy.extended.batch_reduce_to(SUM, [(value, value) for value in values])
     for own, result in zip(arrays, results, strict=True):
         _Case(strategy).same(tu.oracle(SUM, own), result)
@@ -442,6 +438,9 @@ def end_of_data(strategy: Any) -> dict[str, np.ndarray]:
         data = strategy.distribute_datasets_from_function(lambda _: own)
         length = tf.data.experimental.assert_cardinality(len([*filter(len, batches)]))
         known = strategy.distribute_datasets_from_function(lambda _: own.apply(length))
+        alike = strategy.distribute_datasets_from_function(lambda _: own.repeat().take(4))
+        model.evaluate(alike, verbose=0, callbacks=[seen := keras.callbacks.Callback()])
+        assert seen.params["steps"] == 4 // len(strategy.extended.worker_devices), seen.params
     else:
         whole = (np.concatenate([part[s : s + 4] for part in parts]) for s in (0, 4, 8))
         data = known = dataset([*whole])

@@ -165,7 +165,8 @@ def by_lookup(grads: Sequence[Any], examples: int | None, sum_equal: bool) -> li
     found: list[Lookup] = []
     for at, grad in enumerate(grads):
         parts: Sequence[Any] = tf_internals.components(grad)
-        if sum_equal or not all(map(_is_in_graph, parts)):
+        are_rows = all(isinstance(part, tf.IndexedSlices) for part in parts)
+        if sum_equal or not are_rows or not all(tf.is_symbolic_tensor(p.indices) for p in parts):
             found.append(Lookup(at, grad, None))
         elif lookups := _lookups(at, parts, examples):
             found += lookups
@@ -204,10 +205,6 @@ def as_on_one_device(sums: Sequence[Any], lookups: Sequence[Lookup]) -> list[lis
             own = device_ops.on_each([one.device for one in own], lookup.once, own)
         found[lookup.of].append(own)
     return [[join(one, one[0].device) for one in zip(*own, strict=True)] for own in found]
-
-
-def _is_in_graph(part: Any) -> bool:
-    return isinstance(part, tf.IndexedSlices) and tf.is_symbolic_tensor(part.indices)
 
 
 def _once(indices: Sequence[tf.Tensor], examples: int | None) -> Once | None:

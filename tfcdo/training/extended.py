@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import math
 import weakref
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -11,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, keras_internals, tf_internals
-from tfcdo.cluster import session
+from tfcdo.cluster import protocol, session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.explain import Explanation
@@ -41,11 +42,7 @@ class ReducesStructures:
             with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
                 return tensorflows(reduce_op, one, axis=axis)
 
-        def reduced(one: Any) -> Any:
-            if statistics.is_averaged(one):
-                return statistics.reduced(own, reduce_op, one, axis)
-            return own(reduce_op, one, axis)
-
+        reduced = functools.partial(statistics.reduced, own, reduce_op, axis=axis)
         return tf.nest.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: Any) -> Any:
@@ -162,8 +159,10 @@ class ReplicaExtended:
         if meeting is not None:  # Replicas have met in a step, and continue there.
             return run(_entering(fn, meeting), args, kwargs)
         is_keras = step.now.method is not None
-        is_divided = is_keras and self._is_to_divide((args, kwargs))
-        if is_divided:
+        flat = tf.nest.flatten((args, kwargs))
+        of_dataset = any(isinstance(one, tf_internals.DistributedValues) for one in flat)
+        is_divided = is_keras and len(self.worker_devices) > 1 and not of_dataset
+        if is_divided:  # Such as `train_on_batch`'s.
             args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
         several = replicas > 1 or self.outer is not None
         steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
@@ -199,11 +198,6 @@ class ReplicaExtended:
             if is_keras and some_can_be_empty:
                 statistics.adopt(self, steps)
         return result
-
-    def _is_to_divide(self, batch: Any) -> bool:
-        """Returns whether a batch is no dataset's, such as `train_on_batch`'s."""
-        of_all = (isinstance(v, tf_internals.DistributedValues) for v in tf.nest.flatten(batch))
-        return len(self.worker_devices) > 1 and not any(of_all)
 
     def _run_function(self, run: Any, fn: Any, args: Any, kwargs: Any) -> Any:
         """Runs a `tf.function` for all replicas at once, as TensorFlow does."""
@@ -316,9 +310,10 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [
-            (self._as_per_replica(self._of_each(one)), to) for one, to in value_destination_pairs
-        ]
+        pairs = [(self._of_each(one), to) for one, to in value_destination_pairs]
+        if self._in_multi_worker_mode():  # type: ignore[attr-defined]
+            # On one of several hosts with one replica, TensorFlow passes only the component.
+            pairs = [(tf_internals.per_replica([v]) if tf.is_tensor(v) else v, t) for v, t in pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
             return ops._batch_gather(
@@ -333,12 +328,6 @@ class ReplicaExtended:
             return value
         return step.copies(value, self.worker_devices)
 
-    def _as_per_replica(self, value: Any) -> Any:
-        """Returns a value that has a component for each replica of this host, to be gathered."""
-        # On one of several hosts with one replica, TensorFlow passes only the component.
-        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
-        return tf_internals.per_replica([value]) if several and tf.is_tensor(value) else value
-
     def _with_default_device(self, destinations: Any) -> Any:
         """Returns destinations, or the first device for a value whose device is not known."""
         # Arguments of a traced function have no device yet.
@@ -348,12 +337,26 @@ class ReplicaExtended:
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         distribute = super()._distribute_datasets_from_function  # type: ignore[misc]
-        return self._of_hosts(distribute(dataset_fn, options))
+        distributed = distribute(dataset_fn, options)
+        return self._of_hosts(distributed, int(distributed.cardinality))
 
-    def _of_hosts(self, distributed: Any) -> Any:
-        several = self._in_multi_worker_mode()  # type: ignore[attr-defined]
-        setattr(distributed, keras_internals.OWN_DATA, several)
+    def _of_hosts(self, distributed: Any, elements: int) -> Any:
+        """Has Keras ask all hosts for the number of steps of data that each has for itself."""
+        if self._in_multi_worker_mode():  # type: ignore[attr-defined]
+            ask = functools.partial(self._num_steps, elements)
+            setattr(distributed, keras_internals.NUM_STEPS, functools.cache(ask))
         return distributed
+
+    def _num_steps(self, elements: int) -> int | None:
+        """Returns the steps of hosts' own data; None if not known, or others on another host."""
+        own = [tf.constant(elements, tf.int64)] * len(self.worker_devices)
+        lengths = {int(one) for one in self._of_all_hosts(own)}
+        if len(lengths) > 1 and tf.data.INFINITE_CARDINALITY in lengths:
+            raise protocol.DisagreementError(
+                "the data must be endless on all hosts or on none; got the lengths "
+                f"{sorted(lengths)}, of which -1 is endless and -2 not known"
+            )
+        return math.ceil(elements / len(own)) if len(lengths) == 1 and elements >= 0 else None
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]
@@ -363,7 +366,9 @@ class ReplicaExtended:
         replicas = self._num_replicas_in_sync  # type: ignore[attr-defined]
         dataset = parts.prepared(dataset, session.current() if several else None)
         if not parts.is_cut_here(dataset, several, replicas):
-            return self._of_hosts(distribute(dataset, options))
+            given = int(dataset.cardinality())  # TensorFlow makes smaller batches, and more.
+            elements = given if given < 0 else tf.data.UNKNOWN_CARDINALITY
+            return self._of_hosts(distribute(dataset, options), elements)
         own = parts.cut(dataset, self._first_replica(), len(self.worker_devices), replicas)
         return tf_internals.distributed_dataset(self, own, int(dataset.cardinality()), options)
 

@@ -119,12 +119,14 @@ def is_summed(value: Any) -> bool:
     return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
 
 
-def reduced(reduce: Callable[..., Any], reduce_op: Any, variable: Any, axis: Any) -> tf.Tensor:
-    """Reduces a variable that `is_averaged`, in 64 bits, by a strategy's method."""
+def reduced(reduce: Callable[..., Any], reduce_op: Any, value: Any, axis: Any) -> Any:
+    """Reduces a value by a strategy's method: a variable that `is_averaged` in 64 bits."""
+    if not is_averaged(value):
+        return reduce(reduce_op, value, axis)
     # There the mean of equal numbers is that number: weights of a frozen layer stay as they are.
-    own = [tf.cast(component.read_value(), tf.float64) for component in variable.values]
+    own = [tf.cast(component.read_value(), tf.float64) for component in value.values]
     result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)
-    return tf.cast(result, variable.dtype)
+    return tf.cast(result, value.dtype)
 
 
 def adopt(extended: Any, steps: Sequence[step.ReplicaStep]) -> None:

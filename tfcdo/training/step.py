@@ -234,11 +234,6 @@ def change_all(**changes: Any) -> Sequence[ReplicaStep]:
     return now.steps
 
 
-def known_examples() -> int | None:
-    """Returns the number of a replica's examples, where replicas meet; None if it is not known."""
-    return now.steps[0].known_rows if now.steps else None
-
-
 @contextlib.contextmanager
 def during(**values: Any) -> Iterator[None]:
     """Sets values of `now` for a while."""

@@ -229,7 +229,8 @@ def _note_updates_by_rows(
 def _by_lookup(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[rows.Lookup]:
     options = getattr(strategy.extended._cross_device_ops, "_options", None)
     sum_equal = options is not None and options.sum_equal_rows
-    return rows.by_lookup(grads, step.known_examples(), sum_equal)
+    examples = step.now.steps[0].known_rows if step.now.steps else None
+    return rows.by_lookup(grads, examples, sum_equal)
 
 
 def _largest(
