@@ -137,7 +137,7 @@ class ReplicaStep:
 
     def without_stand_in(self, value: Any) -> Any:
         """Returns a value, without the row of a stand-in."""
-        if not _is_of_rows(value):
+        if not (self.can_be_empty and _is_of_rows(value)):
             return value
         if self.known_rows is not None:
             return value if self.known_rows else slice_rows(value, 0, 0)
