@@ -241,13 +241,14 @@ class LossesTest(kt.TrainingTestCase):
         options: dict[str, Any] = {"batch_size": 7, "replicas": 3, "validation_data": tried}
         self.check_as_on_one_device(make, *kt.dense_data(9), tolerance=2e-6, **options)
 
-    @parameterized.parameters(True, False)
-    def test_gradients_of_gradients_where_replicas_meet(self, normalizes):
+    @parameterized.product(eager=[True, False], how=["", "gathers", "sums"])
+    def test_gradients_of_gradients_where_replicas_meet(self, eager, how):
         """As for a penalty of a WGAN's: the last batch has no examples for the second replica."""
 
         class Centered(keras.layers.Layer):
             def call(self, x: Any) -> Any:
-                return x - keras.ops.mean(tfcdo.keras.global_batch(x), 0, keepdims=True)
+                of_all = tfcdo.keras.global_batch(x) if how == "gathers" else x
+                return x - keras.ops.moments(of_all, [0], True, synchronized=how == "sums")[0]
 
         class Own(kt.OwnStep):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
@@ -259,12 +260,11 @@ class LossesTest(kt.TrainingTestCase):
                 return mean_square(y, outputs) + mean_square(tf.zeros_like(slopes), slopes)
 
         def layers() -> list[Any]:
-            batch_norm = keras.layers.BatchNormalization(synchronized=True)
-            meeting = batch_norm if normalizes else Centered()
+            meeting = Centered() if how else keras.layers.BatchNormalization(synchronized=True)
             return [keras.layers.Dense(3, "tanh"), meeting, keras.layers.Dense(2)]
 
-        make = functools.partial(kt.model_of, layers, "sgd", kind=Own)
-        self.check_as_on_one_device(make, *kt.dense_data(5), batch_size=4)
+        make, data = functools.partial(kt.model_of, layers, "sgd", kind=Own), kt.dense_data(5)
+        self.check_as_on_one_device(lambda one: make(eager or one), *data, batch_size=4)
 
     @parameterized.parameters(True, False)
     def test_own_train_step_reports_metrics(self, tracked):

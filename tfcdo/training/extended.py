@@ -189,7 +189,7 @@ class ReplicaExtended:
             results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
             # Of one host's metrics Keras takes the mean, also of those with a number per class.
             are_rows = step.now.method == "predict" or here.replicas > len(self.worker_devices)
-            if here.can_be_empty and are_rows:
+            if are_rows:
                 results = tf.nest.map_structure(here.without_stand_in, results)
             return results
 

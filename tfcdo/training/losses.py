@@ -309,8 +309,7 @@ def _gathered(here: step.ReplicaStep, value: Any) -> Any:
     value = tf.identity(value)
     if value.shape.rank == 0:
         raise ValueError(f"values must have rows, tensors [rows, ...]; got a scalar, {value}")
-    if here.can_be_empty:  # A stand-in is not sent.
-        value = here.without_stand_in(value)
+    value = here.without_stand_in(value)  # Which is not sent.
     # While a step is traced, sizes are known on all replicas or on none.
     if here.is_even and not tf.executing_eagerly() and value.shape[0] == here.rows:
         [total], before = _of_all([value]), tf.constant(here.before)

@@ -408,11 +408,8 @@ def _give_all_the_first_ones(model: Any) -> None:
     """Gives all replicas of this host the first one's variables, where all should be equal."""
     # An error ends a step when some have drawn random numbers, or updated, and others have not.
     for variable in [*model.variables, *_of_optimizers(model)]:
-        own = step.components(variable)
-        is_statistic = isinstance(
-            keras_internals.value_of(variable), tf_internals.SyncOnReadVariable
-        )
-        if len(own) > 1 and not is_statistic:
+        own, value = step.components(variable), keras_internals.value_of(variable)
+        if len(own) > 1 and not isinstance(value, tf_internals.SyncOnReadVariable):
             step.assign(variable, [own[0].read_value()] * len(own))
 
 

@@ -215,7 +215,10 @@ def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
 def synchronized(own: Callable[..., Any], x: Any, *args: Any) -> Any:
     """Stands for `_compute_moments_sync`, as of `keras.ops.moments`: leaves a stand-in out."""
     here = step.current_several()
-    return own(x if here is None else here.without_stand_in(x), *args)
+    if here is None:
+        return own(x, *args)
+    # So does a gradient of a user's own, which TensorFlow's all-reduce hands on.
+    return [step.with_kept_gradient(one, one) for one in own(here.without_stand_in(x), *args)]
 
 
 def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:

@@ -89,7 +89,8 @@ class ReplicaStep:
 
     def keep(self, values: Any) -> Any:
         """Returns values, or zeros on a replica without examples, whose own may be NaN."""
-        if not self.can_be_empty:
+        # On all replicas alike: an eager tape takes other ops, and so its sums, in another order.
+        if not self.some_can_be_empty:
             return values
         has_rows = self.has_rows  # One op for all of the values, and one for each dtype.
         factor = functools.cache(lambda dtype: tf.cast(has_rows, dtype))
@@ -136,7 +137,7 @@ class ReplicaStep:
 
     def without_stand_in(self, value: Any) -> Any:
         """Returns a value, without the row of a stand-in."""
-        if not _is_of_rows(value):
+        if not (self.can_be_empty and _is_of_rows(value)):
             return value
         if self.known_rows is not None:
             return value if self.known_rows else slice_rows(value, 0, 0)
@@ -297,12 +298,18 @@ def summed(value: Any) -> tf.Tensor:
     return _SUMMED.of(total, value)
 
 
+def _kept(upstream: Any, *_: Any) -> Any:
+    """Returns a gradient without a stand-in's, which one of a user's own does not leave out."""
+    here = current_several()
+    return upstream if here is None else here.keep(upstream)
+
+
 def summed_gradient(upstream: Any) -> tf.Tensor:
     """Returns the sum of the gradients that come to all replicas' examples."""
-    here = current_several()  # A gradient of a user's own does not leave a stand-in out.
-    return summed(upstream if here is None else here.keep(upstream))
+    return summed(_kept(upstream))
 
 
+with_kept_gradient = Gradient("TfcdoKept", _kept).of
 _SUMMED = Gradient("TfcdoSummed", lambda upstream, _: summed_gradient(upstream))
 
 

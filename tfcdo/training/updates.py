@@ -501,13 +501,7 @@ def _clipped(
     clipped = []
     for total, at in zip(sums, owner, strict=True):
         with tf.device(devices[at]):
-            factor = tf.cast(scale, total.dtype)
-            if isinstance(total, tf.IndexedSlices):
-                clipped.append(
-                    tf.IndexedSlices(total.values * factor, total.indices, total.dense_shape)
-                )
-            else:
-                clipped.append(total * factor)
+            clipped.append(tf.math.scalar_mul(tf.cast(scale, total.dtype), total))
     return clipped
 
 
