@@ -89,8 +89,8 @@ class ReplicaStep:
 
     def keep(self, values: Any) -> Any:
         """Returns values, or zeros on a replica without examples, whose own may be NaN."""
-        # On all replicas alike: an eager tape takes other ops, and so its sums, in another order.
-        if not self.some_can_be_empty:
+        # Eagerly on all replicas alike: a tape takes other ops, so its sums, in another order.
+        if not (self.some_can_be_empty if tf.executing_eagerly() else self.can_be_empty):
             return values
         has_rows = self.has_rows  # One op for all of the values, and one for each dtype.
         factor = functools.cache(lambda dtype: tf.cast(has_rows, dtype))
