@@ -327,18 +327,24 @@ class Collectives:
             return _from_collective(received, tensor.dtype)
 
     def sum(
-        self, tensors: Sequence[tf.Tensor], devices: Sequence[str], line: str = ""
+        self,
+        tensors: Sequence[tf.Tensor],
+        devices: Sequence[str],
+        line: str = "",
+        are_alike: bool = False,
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
+        # One collective; and one before for sizes that are not known, unless they must be alike.
         parts = on_each(devices, _as_summed, tensors)
         reduce = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         if parts[0].shape.is_fully_defined():
             totals = self.emit(reduce, parts, devices, line)
         else:
-            here = on_each(devices, lambda part: tf.size(part, tf.int64)[tf.newaxis], parts)
-            of_all, *_ = self.emit(tf.raw_ops.CollectiveGatherV2, here, devices, line)
-            with tf.device(devices[0]), _if_equal(of_all, "hosts add tensors of different sizes"):
-                size, key = self._size_and_key(of_all[0])
+            sizes = on_each(devices, lambda part: tf.size(part, tf.int64)[tf.newaxis], parts)
+            if not are_alike:
+                sizes = self.emit(tf.raw_ops.CollectiveGatherV2, sizes, devices, line)
+            with tf.device(devices[0]), _if_equal(sizes[0], "hosts add tensors of different sizes"):
+                size, key = self._size_and_key(sizes[0][0])
             sent = on_each(devices, lambda part: _padded(rounding.laid_out([part]), size), parts)
             sums = self.emit(reduce, sent, devices, line, key)
             totals = on_each(devices, _unpadded, sums, parts)
@@ -400,7 +406,9 @@ class _RootPeers(CheckedPeers):
         line, shape = str(number or ""), tensor.shape
         match kind:
             case "all_reduce":
-                [result] = self._collectives.sum([tensor], [self._device], line)
+                # Only an exchange's own choice, such as `PowerSGD.start_step`, leaves a size open.
+                known = not any(None in shape for shape in self._spec.shapes)
+                [result] = self._collectives.sum([tensor], [self._device], line, known)
             case "broadcast":
                 result = self._collectives.broadcast(tensor, self._device)
             case "all_to_all" | "all_gather":
