@@ -241,7 +241,7 @@ class Collectives:
     def all_reduce_flat(
         self, tensors: Sequence[tf.Tensor], devices: Sequence[str]
     ) -> list[tf.Tensor]:
-        """Adds up one tensor of each device of all hosts by one collective; 16-bit floats in 32."""
+        """Adds up one tensor of each device of all hosts, with a gradient; 16-bit floats in 32."""
         totals = self.sum(tensors, devices)
         wide = on_each(devices, lambda own, total: tf.cast(own, total.dtype), tensors, totals)
         return _gradient_of_sums(self.network, tuple(devices)).of(totals, wide, devices)
@@ -334,7 +334,7 @@ class Collectives:
         are_alike: bool = False,
     ) -> list[tf.Tensor]:
         """Adds up one tensor of each device of all hosts; it has no gradient."""
-        # One collective; and one before for sizes that are not known, unless they must be alike.
+        # One collective, and one before it if their size is not known, unless all `are_alike`.
         parts = on_each(devices, _as_summed, tensors)
         reduce = functools.partial(tf.raw_ops.CollectiveReduceV2, merge_op="Add", final_op="Id")
         if parts[0].shape.is_fully_defined():
@@ -408,7 +408,7 @@ class _RootPeers(CheckedPeers):
             case "all_reduce":
                 # Only an exchange's own choice, such as `PowerSGD.start_step`, leaves a size open.
                 known = not any(None in shape for shape in self._spec.shapes)
-                [result] = self._collectives.sum([tensor], [self._device], line, known)
+                [result] = self._collectives.sum([tensor], [self._device], line, are_alike=known)
             case "broadcast":
                 result = self._collectives.broadcast(tensor, self._device)
             case "all_to_all" | "all_gather":
@@ -501,7 +501,7 @@ def _ordering_token(device: str, line: str = "") -> tf.Tensor:
 
 @functools.cache
 def _gradient_of_sums(network: Network, devices: tuple[str, ...]) -> JointGradient:
-    """Returns the gradient of sums over all hosts: the sums of all gradients, by one collective."""
+    """Returns the gradient of sums over all hosts: the sums of all gradients, sent together."""
 
     def gradient(*upstream: tf.Tensor) -> list[tf.Tensor]:
         tensors = list(upstream)
