@@ -7,6 +7,7 @@ import os
 import pathlib
 import shutil
 import signal
+import sys
 import tempfile
 import time
 import weakref
@@ -112,8 +113,9 @@ def _data(kind: str = "resumable") -> tf.data.Dataset:
     arrays = drawn.normal(size=[_EXAMPLES, 4]), drawn.normal(size=[_EXAMPLES, 1])
     if kind == "resumable":
         return tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=3)
-    dataset = tf.data.Dataset.from_tensor_slices(arrays).batch(_BATCH)  # Five batches.
-    return dataset.repeat() if kind == "endless" else dataset
+    dataset = tf.data.Dataset.from_tensor_slices(arrays)
+    dataset = dataset.batch(_BATCH, drop_remainder=kind == "full batches")  # Else five batches.
+    return dataset.repeat() if kind in ("endless", "full batches") else dataset
 
 
 class _Training:
@@ -444,6 +446,16 @@ class BadInputTest(BackupTestCase):
             with self.assertRaisesRegex(ValueError, message):
                 model.fit(np.zeros([4, 4]), np.zeros([4, 1]), verbose=0, callbacks=[self.backup()])
         self.assertEqual(self.names(), names)
+
+    @parameterized.parameters("resumable", "full batches")
+    def test_batches_of_another_size(self, data: str):
+        """A new epoch may begin with them, but a backup counts an epoch's batches."""
+        self.interrupted(7, self.backup(save_freq=1), data=data, exact=False)
+        with (
+            mock.patch.object(sys.modules[__name__], "_BATCH", 8),
+            self.assertRaisesRegex(ValueError, "size must be 12, as before .* batch 2, .* got 8"),
+        ):
+            _Training(self.backup(), data=data, exact=False)
 
     def test_layers_that_the_first_step_builds(self):
         def fit(*callbacks: Any) -> None:

@@ -29,6 +29,7 @@ class _Progress:
     batch: int = 0  # How many of its batches are done.
     batches: int = 0  # How many of all epochs.
     examples: int = 0  # A `resumable_dataset` dataset's.
+    batch_size: int = 0  # Of the data; 0 if it is not known.
     before: int = 0  # Batches of earlier epochs, from the iterator that this epoch continues.
     began: bool = False  # Whether callbacks have been called for the beginning of the epoch.
 
@@ -72,8 +73,9 @@ class BackupAndRestore(Callback):
     Raises:
       TypeError: if an argument is of another type.
       ValueError: if `backup_dir` is empty or `save_freq` not one of the above; when training
-        begins, if the newest backup is of another model or optimizer, or amid an execution of
-        several steps, or `fit` got no `steps_per_epoch` for a `resumable_dataset`.
+        begins, if the newest backup is of another model or optimizer, amid an execution of several
+        steps, or amid batches of another size; or `fit` got no `steps_per_epoch` for a
+        `resumable_dataset`.
       OSError: if the folder cannot be written to, such as on a full disk; earlier backups stay.
       RuntimeError: if no backup can be read, or another job uses the folder.
 
@@ -190,12 +192,11 @@ class BackupAndRestore(Callback):
                 self._restore_again()
             return
         self._logs = {name: value for name, value in (logs or {}).items() if type(value) is float}
-        size = self._orders[0].batch_size if self._orders else 0
         self._progress = dataclasses.replace(
             self._progress,
             batch=self._progress.batch + new,
             batches=self._progress.batches + new,
-            examples=self._progress.examples + new * size,
+            examples=self._progress.examples + new * self._progress.batch_size,
         )
         batches, every = self._progress.batches, self.save_freq
         # It reaches or passes a multiple: with `steps_per_execution` several batches are new.
@@ -333,6 +334,14 @@ class BackupAndRestore(Callback):
                 "fit must get steps_per_epoch for data of tfcdo.keras.resumable_dataset, which has "
                 "no end; got None"
             )
+        size, done = data_order.batch_size(self._iterator, orders), self._progress
+        is_amid = done.batch or (done.before and not orders)
+        if is_amid and size != done.batch_size and size and done.batch_size:
+            raise ValueError(
+                f"batch_size must be {done.batch_size}, as before the backup after batch "
+                f"{done.batch}, so that no example is left out or repeated; got {size}"
+            )
+        self._progress = dataclasses.replace(done, batch_size=size)
         data_order.begin_at(orders, self._progress.examples)
         keras_internals.at_end_of_fit(self.model, lambda: data_order.begin_at(orders, 0))
         return orders

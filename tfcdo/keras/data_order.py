@@ -105,6 +105,17 @@ def orders_of(epoch_iterator: Any) -> list[Order]:
     return [*filter(None, orders)]
 
 
+def batch_size(epoch_iterator: Any, orders: Sequence[Order]) -> int:
+    """Returns the examples in each batch of the data that a `fit` takes; 0 if it is not known."""
+    if orders:
+        return orders[0].batch_size
+    if type(epoch_iterator.data_adapter).__name__ == "ArrayDataAdapter":
+        return int(epoch_iterator.data_adapter.batch_size)
+    specs = tf.nest.flatten(getattr(keras_internals.dataset_of(epoch_iterator), "element_spec", ()))
+    is_known = bool(specs) and isinstance(specs[0], tf.TensorSpec) and specs[0].shape.rank
+    return specs[0].shape[0] or 0 if is_known else 0
+
+
 def begin_at(orders: Sequence[Order], examples: int) -> None:
     """Lets iterators begin at an example of the first dataset, and there in others beside it."""
     for order in orders:
