@@ -107,6 +107,8 @@ def _pack(pack: Pack) -> str:
     ]
     if pack.num_sent_bytes != pack.num_bytes:
         parts.append(f"sent as {_bytes(pack.num_sent_bytes)}")
+    if pack.root.exchange:
+        parts.append(f"by {pack.root.exchange}")
     return " ".join(parts + ([f"along {_nested(pack.tree)}"] if pack.tree else []))
 
 
