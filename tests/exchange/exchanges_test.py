@@ -160,11 +160,14 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
 class _Wrong(Sum):
     way: Callable[[Any, Any], Any]
 
+    def state(self, pack: Any, hosts: int) -> Mapping[str, Any]:
+        return {"kept": np.float32(0)}
+
     def run(
         self, tensors: Sequence[Any], state: Mapping[str, Any], peers: Any
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         result = self.way(tensors[0], peers)
-        return result if isinstance(result, tuple) else ([result], {})
+        return result if isinstance(result, tuple) else ([result], state)
 
 
 class BrokenTest(parameterized.TestCase):
@@ -180,6 +183,8 @@ class BrokenTest(parameterized.TestCase):
         ),
         ("returns .*float64", lambda flat, p: tf.cast(p.all_reduce(flat), tf.float64)),
         ("must return a state like", lambda flat, p: ([p.all_reduce(flat)], {"more": flat})),
+        ("must return a state like", lambda flat, p: ([p.all_reduce(flat)], {"kept": flat})),
+        ("a finite state", lambda flat, p: ([p.all_reduce(flat)], {"kept": np.nan * flat[0]})),
         ("sum 0 differs between hosts 0 and 1", lambda flat, p: p.all_reduce(flat) + float(p.rank)),
     )
     def test_it_is_refused(self, pattern, way):
@@ -206,6 +211,8 @@ class BrokenTest(parameterized.TestCase):
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
+        ("with @.*frozen", Rehearsal, {**_REHEARSED, "exchange": type("Own", (Sum,), {})()}),
+        ("a tuple in place of a list", Rehearsal, {**_REHEARSED, "exchange": _Wrong([])}),
         ("shapes must be a list .* got .3,", Rehearsal, {**_REHEARSED, "shapes": (3,)}),
         ("shapes must be of one vector, .* got .*3", Rehearsal, {**_REHEARSED, "shapes": [(2, 3)]}),
         ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),

@@ -10,6 +10,7 @@ from absl.testing import parameterized
 import tfcdo
 from tfcdo import topology
 from tfcdo.execute import interpreter
+from tfcdo.plan import algorithms
 from tfcdo.plan.copy_tree import CopyTree, binomial, chain, star, two_level
 from tfcdo.plan.plan import FusedTensor, Pack, Plan, Slice, ValueSpec
 
@@ -48,6 +49,16 @@ class CopiesTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(edges, set(tu.copied_bytes(operations, names)))
             self.assertEqual(as_tables, "UnsortedSegmentSum" in {op.type for op in operations})
             self.assertLen([op for op in operations if "broadcast/" in op.name], len(tree.edges))
+
+    @parameterized.parameters(*algorithms.ALGORITHMS)
+    def test_every_algorithm_sums(self, name):
+        ops = tfcdo.AllReduceCrossDeviceOps(name)
+        for count in (2, 5):
+            for dtype in (tf.float32, tf.int32):
+                own = [tu.numbers((41,), dtype, rank) for rank in range(count)]
+                (result,) = tu.all_reduce(ops, tu.SUM, [tu.per_replica(own)])
+                for component in result.values:
+                    self.assert_exact(component, tu.oracle(tu.SUM, own), dtype)
 
     def test_a_sum_for_another_device_goes_nowhere_else(self):
         def reduce() -> tf.Tensor:

@@ -18,7 +18,7 @@ import numpy as np
 
 from tfcdo import checks
 from tfcdo.exchange import dtypes
-from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers
+from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, Peers, check_comparable
 
 # Shares are a multiple of this many values, 64 bytes: TensorFlow takes a tensor apart without
 # copying it where the parts are aligned.
@@ -168,10 +168,5 @@ def check_exchange(name: str, value: Any) -> Exchange:
         raise ValueError(f"{accepted}; got {value!r}")
     if isinstance(value, type) or not isinstance(value, Exchange):
         raise TypeError(f"{accepted}; got {value!r}")
-    parameters = vars(type(value)).get("__dataclass_params__")  # Not of a class that it inherits.
-    if parameters is None or not parameters.frozen:
-        raise TypeError(
-            f"{name} must be of a class with @dataclasses.dataclass(frozen=True), so that hosts "
-            f"can compare it; got {value!r}"
-        )
+    check_comparable(name, value)
     return value

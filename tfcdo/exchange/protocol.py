@@ -228,9 +228,10 @@ class CheckedPeers(abc.ABC):
             raise RuntimeError(
                 f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
             )
-        if {name: value.dtype for name, value in state.items()} != {
-            name: value.dtype for name, value in changed.items()
-        }:
+        if state.keys() != changed.keys() or not all(
+            new.dtype == state[name].dtype and new.shape.is_compatible_with(state[name].shape)
+            for name, new in changed.items()
+        ):
             raise RuntimeError(
                 f"run must return a state like {state}; {self._exchange} returns {changed}"
             )
@@ -260,6 +261,23 @@ class Sum(Exchange):
 SUM = Sum()
 
 
+def check_comparable(name: str, exchange: Exchange) -> None:
+    """Raises a `TypeError` unless hosts can compare the argument `name`, an exchange."""
+    parameters = vars(type(exchange)).get("__dataclass_params__")  # Not of a class it inherits.
+    if parameters is None or not parameters.frozen:
+        raise TypeError(
+            f"{name} must be of a class with @dataclasses.dataclass(frozen=True), so that hosts "
+            f"can compare it; got {exchange!r}"
+        )
+    try:
+        hash(exchange)
+    except TypeError as error:
+        raise TypeError(
+            f"{name} must have arguments that can be compared, such as a tuple in place of a list; "
+            f"got {exchange!r}"
+        ) from error
+
+
 def identity(value: Any) -> str:
     """Returns an argument as hosts compare it: equal text for equal values on any host."""
     if isinstance(value, Exchange):  # Names of states in checkpoints depend on this.
@@ -278,8 +296,8 @@ class Rehearsal:
       dtype: the tensors' dtype, "float32" or "float64".
 
     Raises:
-      TypeError: if `exchange` is not an exchange, `shapes` not a list of shapes, or `hosts` not an
-        int.
+      TypeError: if `exchange` is not an exchange that hosts can compare, `shapes` not a list of
+        shapes, or `hosts` not an int.
       ValueError: if `hosts` is less than 2, `dtype` another one, or `shapes` not of one vector for
         an exchange without `whole_values`.
 
@@ -307,6 +325,7 @@ class Rehearsal:
                 "exchange must be an object such as tfcdo.exchange.Cast('bfloat16'); got "
                 f"{exchange!r}"
             )
+        check_comparable("exchange", exchange)
         checks.check_int("hosts", hosts, at_least=2)  # Casts of one host have no shares.
         if dtype not in dtypes.CAST:
             raise ValueError(f"dtype must be {' or '.join(map(repr, dtypes.CAST))}; got {dtype!r}")
@@ -334,7 +353,7 @@ class Rehearsal:
         Raises:
           ValueError: if `values` is not of that many hosts, or a tensor of another shape.
           RuntimeError: if the calls differ from `cost`, a result is of another dtype or shape,
-            the hosts' sums differ, or a host waits for another one.
+            the state is not finite, the hosts' sums differ, or a host waits for another one.
         """
         if len(values) != self.hosts:
             raise ValueError(
@@ -375,6 +394,12 @@ class Rehearsal:
                 peers = _Threads(self.exchange, self.spec, host, room)
                 sums, changed = self.exchange.run(given, state, peers)
                 peers.check_end(given, sums, state, changed)
+                of_floats = [value for value in changed.values() if value.dtype.is_floating]
+                if not all(tf.reduce_all(tf.math.is_finite(value)) for value in of_floats):
+                    raise RuntimeError(
+                        f"run must return a finite state, also for NaN; {self.exchange} returns "
+                        f"{changed}"
+                    )
         except Exception:
             room.barrier.abort()  # The other hosts wait for this one.
             raise
