@@ -158,7 +158,7 @@ class ContractTest(tf.test.TestCase, parameterized.TestCase):
 
 @dataclasses.dataclass(frozen=True)
 class _Wrong(Sum):
-    way: Callable[[Any, Any], Any]
+    way: Any  # A function of a tensor and the peers.
 
     def state(self, pack: Any, hosts: int) -> Mapping[str, Any]:
         return {"kept": np.float32(0)}
