@@ -5,7 +5,7 @@ import functools
 import pathlib
 import re
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import clusters
