@@ -279,9 +279,8 @@ class ReplicaExtended:
     def _get_cross_device_ops(self, value: Any) -> Any:
         # TensorFlow has others for int32, which it then cannot reduce in one batch with floats.
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        if isinstance(ops, ConfiguredCrossDeviceOps):
-            return ops
-        return super()._get_cross_device_ops(value)  # type: ignore[misc]
+        is_ours = isinstance(ops, ConfiguredCrossDeviceOps)
+        return ops if is_ours else super()._get_cross_device_ops(value)  # type: ignore[misc]
 
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if not self._use_merge_call():
