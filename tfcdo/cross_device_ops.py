@@ -50,11 +50,11 @@ class CommonOptions(TypedDict, total=False):
       wire_dtype: "bfloat16" or "float16" to send float32 and float64 in 16 bits: they are cast
         before each copy to another device and added in their own dtype where they arrive, so that
         only copies are rounded, never partial sums. Replicas stay bitwise identical. None, the
-        default, to send values as they are, as integers, complex numbers, 16-bit floats and
-        `tf.IndexedSlices` always are. Only gradients are cast: batches of several values. Single
-        numbers and values that a strategy reduces alone (losses, metrics, statistics of
-        synchronized layers, variables) are exact. NCCL adds in `wire_dtype` itself. On one device,
-        the values that are on it are exact, and the result only if it is copied from there.
+        default, to send values as they are, as integers, complex numbers, 16-bit floats and rows of
+        `tf.IndexedSlices` always are. Only gradients are cast: those that a Keras optimizer applies
+        under tfcdo's strategies, and batches of several values. Single numbers and values that a
+        strategy reduces alone (losses, metrics, statistics, variables) are exact, and values that
+        stay on their device. NCCL adds in `wire_dtype` itself.
       error_feedback: whether the rounding errors of a step are added to the gradients of the next
         step, so that over many steps nothing is lost: with all-reduces in a `tf.function`, or
         eagerly in batches of the same shapes; by default False. It is kept in variables, saved by

@@ -481,9 +481,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         # TensorFlow also asks in the replica's thread, which does not know that the host is alone.
         return replica_id_in_sync_group % len(self.worker_devices)
 
-    def _get_cross_device_ops(self, value: Any) -> Any:
-        return self._cross_device_ops
-
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
         pairs = [
             (self._of_each(value), self._with_default_device(where))

@@ -148,7 +148,7 @@ class ScopeTest(tf.test.TestCase):
         strategy = tf.distribute.MirroredStrategy(list(tu.ALL_DEVICES[:3]), make_ops())
 
         def replica(value: tf.Tensor) -> tf.Tensor:
-            return tf.distribute.get_replica_context().all_reduce(SUM, [value])[0]
+            return tf.distribute.get_replica_context().all_reduce(SUM, [value, value])[0]
 
         @tf.function
         def step(value: tf.Tensor) -> Any:

@@ -113,8 +113,8 @@ class ReduceTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
             steps.assign_add(1)
             for _ in range(3):
                 decayed.assign(decayed - tf.linalg.matmul(decayed, decayed) / 64)
-            summed = tf.distribute.get_replica_context().all_reduce("SUM", value)
-            if summed > 0:
+            summed, count = tf.distribute.get_replica_context().all_reduce("SUM", [value, 1])
+            if count == 3:  # A sum of int32, too.
                 total.assign_add(summed)
 
         step = tf.function(step) if nested else step

@@ -12,7 +12,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import checks, tf_internals
-from tfcdo.exchange.protocol import SUM, Exchange, identity
+from tfcdo.exchange.protocol import SUM, identity
 from tfcdo.execute import device_ops, explain, interpreter, nccl, request
 from tfcdo.execute.between import Network
 from tfcdo.execute.device_ops import on_each
@@ -300,19 +300,15 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             )
         return [results[position] for position in range(len(results))]
 
-    @property
-    def asks_for_paths(self) -> bool:
-        """Returns whether the path of a gradient's variable decides how hosts add it up."""
-        between = self._options.between
-        return between is not None and not isinstance(between.exchange, Exchange)
-
-    def sum_gradients(self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str]) -> list[Any]:
-        """Sums the gradients of the variables of some paths, as `batch_reduce` does."""
+    def sum_gradients(
+        self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str], options: Any
+    ) -> list[Any]:
+        """Sums the gradients of the variables of some paths; also one alone may be rounded."""
         reductions = [
             dataclasses.replace(reduction, path=path)
-            for reduction, path in zip(request.check_pairs(pairs, True), paths, strict=True)
+            for reduction, path in zip(request.check_pairs(pairs), paths, strict=True)
         ]
-        return self._run(self._plans_of("sum", reductions))
+        return self._run(self._plans_of("sum", reductions, options))
 
     def reduce_to_owners(
         self,

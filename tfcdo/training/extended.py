@@ -276,6 +276,12 @@ class ReplicaExtended:
         )
         return components if of_each and are_rows else None
 
+    def _get_cross_device_ops(self, value: Any) -> Any:
+        # TensorFlow has others for int32, which it then cannot reduce in one batch with floats.
+        ops = self._cross_device_ops  # type: ignore[attr-defined]
+        is_ours = isinstance(ops, ConfiguredCrossDeviceOps)
+        return ops if is_ours else super()._get_cross_device_ops(value)  # type: ignore[misc]
+
     def _replica_ctx_all_reduce(self, reduce_op: Any, value: Any, options: Any = None) -> Any:
         if not self._use_merge_call():
             raise RuntimeError(
@@ -300,9 +306,9 @@ class ReplicaExtended:
         """Sums gradients of the variables of some paths over all replicas, for all replicas."""
         ops = self._cross_device_ops  # type: ignore[attr-defined]
         pairs = [(grad, self._with_default_device(grad)) for grad in grads]
-        if not isinstance(ops, ConfiguredCrossDeviceOps) or not ops.asks_for_paths:
+        if not isinstance(ops, ConfiguredCrossDeviceOps):
             return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
-        return ops.sum_gradients(pairs, paths)
+        return ops.sum_gradients(pairs, paths, self._communication_options)  # type: ignore[attr-defined]
 
     def gather_rows(self, values: Sequence[Any]) -> list[Any]:
         """Concatenates the rows of each value over all replicas, for all replicas."""
