@@ -155,6 +155,13 @@ def _read_tf_config() -> _TfConfig:
         ) from error
 
 
+def connect_without_proxy(cluster: Cluster) -> None:
+    """Has gRPC connect hosts as they have met: without the proxy that `http_proxy` names."""
+    known = os.environ.get("no_grpc_proxy") or os.environ.get("no_proxy")
+    hosts = (task.address.rpartition(":")[0].strip("[]") for task in cluster.tasks)
+    os.environ["no_grpc_proxy"] = ",".join(filter(None, (known, *hosts)))
+
+
 def split_address(address: Any) -> tuple[str, int]:
     """Returns the host and port of `host:port`, where an IPv6 address stands in brackets."""
     with contextlib.suppress(ValueError):

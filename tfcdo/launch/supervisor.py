@@ -69,22 +69,23 @@ def run(job: Job) -> int:
     """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: Events = queue.SimpleQueue()
+    # A SimpleQueue may be put to while it is read.
+    guard.handle(lambda number, frame: events.put(signal.Signals(number)))
     restarts = failures = 0
-    with handled_signals(events):
-        while True:
-            start = time.monotonic()
-            result = _run_once(job, restarts, events)
-            if not result.status or result.signal:
-                return result.status
-            is_asked = result.status == protocol.RESTART_STATUS
-            if is_asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
-                report("starting all workers again, as asked after a backup")
-            elif failures == job.max_restarts:
-                return result.status
-            else:
-                failures += 1
-                report(f"starting all workers again (restart {failures} of {job.max_restarts})")
-            restarts += 1
+    while True:
+        start = time.monotonic()
+        result = _run_once(job, restarts, events)
+        if not result.status or result.signal:
+            return result.status
+        is_asked = result.status == protocol.RESTART_STATUS
+        if is_asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+            report("starting all workers again, as asked after a backup")
+        elif failures == job.max_restarts:
+            return result.status
+        else:
+            failures += 1
+            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+        restarts += 1
 
 
 def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
@@ -248,14 +249,3 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             rest = b""
     if rest:
         yield rest.removesuffix(b"\r")
-
-
-@contextlib.contextmanager
-def handled_signals(events: Events) -> Iterator[None]:
-    """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
-    before = guard.handle(lambda number, frame: events.put(signal.Signals(number)))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
