@@ -132,11 +132,7 @@ def _supervise(
                 actions = supervision.ask(event, time.monotonic())
         for action in actions:
             if isinstance(action, protocol.Send):
-                process = processes[action.worker]
-                if action.number == protocol.TELL_OF_FAILURE:
-                    process.tell_of_failure()
-                else:
-                    process.send(action.number)
+                processes[action.worker].send(action.number)
             else:
                 report(action)
     return supervision.result()
@@ -188,13 +184,11 @@ class Process:
     def send(self, number: int) -> None:
         """Sends a signal to the worker; SIGKILL ends all that it has started."""
         assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(bytes([number]))
-
-    def tell_of_failure(self) -> None:
-        """Tells the worker that another one has failed."""
-        with contextlib.suppress(FileNotFoundError):  # It has ended.
-            self._failure_file.touch()
+        with contextlib.suppress(BrokenPipeError, FileNotFoundError):  # It has ended.
+            if number == protocol.TELL_OF_FAILURE:
+                self._failure_file.touch()
+            else:
+                self._guard.stdin.write(bytes([number]))
 
     def drain(self, seconds: float) -> None:
         """Waits, for at most so long, until the output of a worker that has ended is printed."""
