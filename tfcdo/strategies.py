@@ -555,6 +555,7 @@ def _prepare(
         **own_settings,
     }
     membership = rendezvous.meet(cluster, settings, timeout, worker.cluster_token())
+    config.connect_without_proxy(cluster)
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),

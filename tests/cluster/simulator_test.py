@@ -91,6 +91,7 @@ class SimulatorTest(parameterized.TestCase):
         self.assertEqual(seconds, run.deadline)
         run.end(protocol.End(0, 3, 0.25), 0.25)
         self.assertEqual(0.55 if follows else 0.3, run.deadline)
+        self.assertIn(f"{'ab'[blamed]} failed: ", str(run.end(protocol.End(2, 0, 0.26), 0.26)))
         self.assertEqual(blamed, run.result().blamed)
 
     @parameterized.named_parameters((name, *mutant) for name, mutant in _MUTANTS.items())

@@ -40,6 +40,7 @@ def run(num_hosts: int, file: str, arguments: Sequence[str], timeout: float) -> 
 
     def run_host(config: str) -> Outcome:
         environment = {**os.environ, "TF_CONFIG": config, "CUDA_VISIBLE_DEVICES": "-1"}
+        environment["http_proxy"] = "http://127.0.0.1:9"  # Hosts reach each other without it.
         try:
             ran = subprocess.run(command, env=environment, timeout=timeout, **output)
         except subprocess.TimeoutExpired as error:

@@ -103,14 +103,14 @@ class FailureTest(LaunchTestCase):
     def test_workers_that_ask_for_it_are_started_again_but_not_without_end(self):
         result = self.launch(
             *("--workers", "2", "train.py"),
-            before="from tfcdo.launch import supervisor; supervisor._SHORTEST_RUN_SECONDS = 0.5",
+            before="from tfcdo.launch import supervisor; supervisor._SHORTEST_RUN_SECONDS = 2.0",
             script=f"""
             if os.environ["{worker.RESTART_COUNT}"] == "0":
                 signal.signal(signal.SIGTERM, lambda *_: sys.exit(4))
                 mark(f"worker{{task}}")
                 while not os.path.exists(f"worker{{1 - task}}"): time.sleep(0.01)
                 # Worker 0 is not asked to end, but left to make its backup.
-                time.sleep(0.5 if task else 1.0)
+                time.sleep(2.0 if task else 2.5)
             sys.exit({protocol.RESTART_STATUS})  # Earlier the second time: that is a failure.
             """,
         )

@@ -15,6 +15,7 @@ import msgspec
 
 # The jobs whose tasks train together, in the order in which they are counted.
 _TRAINING_JOBS = ("chief", "worker")
+_NO_PROXY = "no_grpc_proxy"  # gRPC reads it before `no_proxy`, both in lower case.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -153,6 +154,13 @@ def _read_tf_config() -> _TfConfig:
             f"TF_CONFIG must be JSON with 'cluster' (lists of 'host:port' by job) and 'task' (a "
             f"'type' and an 'index'); got {text!r}: {error}"
         ) from error
+
+
+def connect_without_proxy(cluster: Cluster) -> None:
+    """Has gRPC connect hosts as they have met: without the proxy that `http_proxy` names."""
+    known = os.environ.get(_NO_PROXY) or os.environ.get("no_proxy")
+    hosts = (task.address.rpartition(":")[0].strip("[]") for task in cluster.tasks)
+    os.environ[_NO_PROXY] = ",".join(filter(None, (known, *hosts)))
 
 
 def split_address(address: Any) -> tuple[str, int]:

@@ -387,7 +387,7 @@ class Supervision:
     def end(self, event: End, now: float) -> Actions:
         """A worker has ended."""
         self.running.discard(event.worker)
-        if not event.status or self._signal:
+        if self._signal:
             return []
         if self._is_settled:
             # An end after the request to end does not count, unless by a SIGKILL from elsewhere:
@@ -403,12 +403,14 @@ class Supervision:
             others = "; waiting for the others" if self.running else ""
             name = self._names[event.worker]
             return [f"{name} asks to be started again, after a backup{others}"]
-        self._failures.append(event)
-        if not self._has_left:
-            follow = all(end.follows for end in self._failures)
-            deadline = now + SETTLE_SECONDS + (LAST_SECONDS if follow else 0.0)
-            self.deadline = min(self.deadline or deadline, deadline)
-        return [] if self.running or self._has_left else self._settle(now)
+        if event.status:
+            self._failures.append(event)
+        if self._has_left or not self._failures:
+            return []
+        follow = all(end.follows for end in self._failures)
+        deadline = now + SETTLE_SECONDS + (LAST_SECONDS if follow else 0.0)
+        self.deadline = min(self.deadline or deadline, deadline)
+        return [] if self.running else self._settle(now)
 
     def ask(self, number: int, now: float) -> Actions:
         """A signal asks the launcher to end."""

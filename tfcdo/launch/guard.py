@@ -51,10 +51,11 @@ def end_descendants() -> None:
         psutil.wait_procs(descendants, timeout=_SECONDS_A_ROUND)
 
 
-def handle(handler: Callable[..., Any]) -> dict[int, Any]:
-    """Handles signals, except those that `nohup` and the like ignore; returns earlier handlers."""
-    heard = [one for one in _SIGNALS if signal.getsignal(one) != signal.SIG_IGN]
-    return {number: signal.signal(number, handler) for number in heard}
+def handle(handler: Callable[..., Any]) -> None:
+    """Handles signals, except those that `nohup` and the like ignore."""
+    for number in _SIGNALS:
+        if signal.getsignal(number) != signal.SIG_IGN:
+            signal.signal(number, handler)
 
 
 def main(end: str, command: Sequence[str]) -> int:

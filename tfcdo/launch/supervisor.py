@@ -69,22 +69,23 @@ def run(job: Job) -> int:
     """Runs a job in the main thread; returns 0, the first failure's status or 128 and a signal."""
     guard.adopt_orphans()
     events: Events = queue.SimpleQueue()
+    # A SimpleQueue may be put to while it is read.
+    guard.handle(lambda number, frame: events.put(signal.Signals(number)))
     restarts = failures = 0
-    with handled_signals(events):
-        while True:
-            start = time.monotonic()
-            result = _run_once(job, restarts, events)
-            if not result.status or result.signal:
-                return result.status
-            is_asked = result.status == protocol.RESTART_STATUS
-            if is_asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
-                report("starting all workers again, as asked after a backup")
-            elif failures == job.max_restarts:
-                return result.status
-            else:
-                failures += 1
-                report(f"starting all workers again (restart {failures} of {job.max_restarts})")
-            restarts += 1
+    while True:
+        start = time.monotonic()
+        result = _run_once(job, restarts, events)
+        if not result.status or result.signal:
+            return result.status
+        is_asked = result.status == protocol.RESTART_STATUS
+        if is_asked and time.monotonic() - start >= _SHORTEST_RUN_SECONDS:
+            report("starting all workers again, as asked after a backup")
+        elif failures == job.max_restarts:
+            return result.status
+        else:
+            failures += 1
+            report(f"starting all workers again (restart {failures} of {job.max_restarts})")
+        restarts += 1
 
 
 def _run_once(job: Job, restart: int, events: Events) -> protocol.Result:
@@ -131,11 +132,7 @@ def _supervise(
                 actions = supervision.ask(event, time.monotonic())
         for action in actions:
             if isinstance(action, protocol.Send):
-                process = processes[action.worker]
-                if action.number == protocol.TELL_OF_FAILURE:
-                    process.tell_of_failure()
-                else:
-                    process.send(action.number)
+                processes[action.worker].send(action.number)
             else:
                 report(action)
     return supervision.result()
@@ -187,13 +184,11 @@ class Process:
     def send(self, number: int) -> None:
         """Sends a signal to the worker; SIGKILL ends all that it has started."""
         assert self._guard.stdin
-        with contextlib.suppress(BrokenPipeError):
-            self._guard.stdin.write(bytes([number]))
-
-    def tell_of_failure(self) -> None:
-        """Tells the worker that another one has failed."""
-        with contextlib.suppress(FileNotFoundError):  # It has ended.
-            self._failure_file.touch()
+        with contextlib.suppress(BrokenPipeError, FileNotFoundError):  # It has ended.
+            if number == protocol.TELL_OF_FAILURE:
+                self._failure_file.touch()
+            else:
+                self._guard.stdin.write(bytes([number]))
 
     def drain(self, seconds: float) -> None:
         """Waits, for at most so long, until the output of a worker that has ended is printed."""
@@ -248,14 +243,3 @@ def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
             rest = b""
     if rest:
         yield rest.removesuffix(b"\r")
-
-
-@contextlib.contextmanager
-def handled_signals(events: Events) -> Iterator[None]:
-    """Puts signals into the queue of events; a SimpleQueue may be put to while it is read."""
-    before = guard.handle(lambda number, frame: events.put(signal.Signals(number)))
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
