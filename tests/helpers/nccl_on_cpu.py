@@ -62,7 +62,8 @@ def _built() -> pathlib.Path:
             "environment variable CXX to one."
         )
     flags, libraries = tf.sysconfig.get_compile_flags(), tf.sysconfig.get_link_flags()
-    known = (_SOURCE.read_bytes(), tf.version.GIT_VERSION, platform.machine(), compiler, flags)
+    # Without the first flag, where TensorFlow's headers are: it differs for each copy of tfcdo.
+    known = (_SOURCE.read_bytes(), tf.version.GIT_VERSION, platform.machine(), compiler, flags[1:])
     digest = hashlib.sha256(repr(known).encode()).hexdigest()[:16]
     library = _folder() / f"nccl_cpu_kernel-{digest}.so"
     if not library.exists():

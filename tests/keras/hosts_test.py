@@ -21,8 +21,8 @@ def _other(strategy: Any, **options: Any) -> Any:
     return other_strategy(strategy, check_in_sync=False, **options) if strategy else None
 
 
-def _fit(model: keras.Model, batches: int = 3, outlier: int | None = None) -> list[float]:
-    inputs, targets = dense_data(batches * BATCH + _REST)
+def _fit(model: keras.Model, outlier: int | None = None) -> list[float]:
+    inputs, targets = dense_data(3 * BATCH + _REST)
     if outlier is not None:
         targets[outlier] = 1e9  # The gradient of this example's error is infinite in float16.
     return model.fit(inputs, targets, BATCH, shuffle=False, verbose=0).history["loss"]
@@ -217,11 +217,11 @@ def in_sync(strategy: Any) -> dict[str, np.ndarray]:
     with strategy.scope():
         normalization = keras.layers.BatchNormalization(momentum=0.5)
         model = model_of(lambda: [*dense_layers(), normalization], "sgd")
-    _fit(model, 1)
+    data = tf.data.Dataset.from_tensors(dense_data(BATCH + _REST))
+    model.fit(data, verbose=0)
     moving = model.layers[-1].non_trainable_variables[0]
     before, mean = copies(strategy, moving), moving.numpy()
-    data = dense_data(BATCH)
-    model.evaluate(*data, BATCH, verbose=0)
+    model.evaluate(data, verbose=0)
     after = copies(strategy, moving)
     start, messages = model.get_weights(), []
     for compiles in (False, True):  # The first steps of each are compared again.
@@ -229,10 +229,9 @@ def in_sync(strategy: Any) -> dict[str, np.ndarray]:
             with strategy.scope():
                 model.compile("sgd", "mse", run_eagerly=True)
         model.set_weights([one + 0.5 * strategy.cluster_resolver.task_id for one in start])
-        calls = {_fit: (), keras.Model.evaluate: data, keras.Model.predict: data[:1]}
-        for call, batch in calls.items():
+        for call in (model.fit, model.evaluate, model.predict):
             try:
-                call(model, *batch)
+                call(data, verbose=0)
             except RuntimeError as error:
                 messages.append(str(error))
     return {"before": before, "mean": mean, "after": after, "messages": np.array(messages)}

@@ -122,9 +122,8 @@ class BackupAndRestore(Callback):
         self._is_chief = strategies.is_chief()
         if self._is_chief:
             self._folder.take()
-        # All hosts get here once the chief has taken the folder, so no other process adds to it.
-        strategy = self.model.distribute_strategy
-        self._run = training_state.gather_json(strategy, self._folder.run)[0]
+        # Hosts meet once the chief has taken the folder, so no other process adds to it.
+        training_state.gather_json(self.model.distribute_strategy, None)
         restored = self._newest_of_all_hosts()
         self._restored: Any = restored
         self._progress = _Progress()
@@ -243,7 +242,7 @@ class BackupAndRestore(Callback):
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
         progress = dataclasses.asdict(self._progress)
-        header |= {"run": self._run, "progress": progress, "logs": self._logs}
+        header |= {"run": self._folder.run, "progress": progress, "logs": self._logs}
         self._saved_position = position
         self._is_due = False
         self._finish_writing()

@@ -404,8 +404,8 @@ def _update_shards(
     leaf: Any,
     grads: Sequence[Any],
     variables: Sequence[Any],
-    overwriting: Sequence[Any] = (),
-    overwritten: Sequence[Any] = (),
+    overwriting: Sequence[Any],
+    overwritten: Sequence[Any],
 ) -> None:
     """Sums gradients on the owners of their variables, updates these there, and sends them.
 
