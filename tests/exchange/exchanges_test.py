@@ -191,14 +191,14 @@ class BrokenTest(parameterized.TestCase):
         with self.assertRaisesRegex(RuntimeError, pattern):
             Rehearsal(_Wrong(way), [(10,)]).step([[np.ones(10, np.float32)]] * 2)
 
-    def test_other_numbers_of_hosts_are_refused(self):
-        for count in (1, 3):
-            with self.assertRaisesRegex(ValueError, f"each of the 2 hosts; got {count}"):
-                Rehearsal(Cast("bfloat16"), [(10,)]).step([[np.ones(10, np.float32)]] * count)
-
-    def test_other_shapes_are_refused(self):
-        with self.assertRaisesRegex(ValueError, r"values\[1\] .* \(\(3,\),\); got \(\(2,\),\)"):
-            Rehearsal(Sum(), [(3,)]).step([[np.ones(3)], [np.ones(2)]])
+    @parameterized.parameters(
+        ("each of the 2 hosts; got 1", 3),
+        ("each of the 2 hosts; got 3", 3, 3, 3),
+        (r"values\[1\] .* \(\(3,\),\); got \(\(2,\),\)", 3, 2),
+    )
+    def test_other_hosts_and_shapes_are_refused(self, message, *sizes):
+        with self.assertRaisesRegex(ValueError, message):
+            Rehearsal(Sum(), [(3,)]).step([[np.ones(size)] for size in sizes])
 
     @parameterized.parameters(
         ("rank must be at least 1; got 0", PowerSGD, {"rank": 0}),

@@ -171,10 +171,8 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         self.assert_bitwise_equal(result.values)
         told = ops.explain([(10**6,)], devices=tu.device_names(K))
         planned = resized(Evaluation.from_json(pathlib.Path(path).read_bytes()).plan, 10**6)
-        self.assertEqual([pack.tree for pack in told.packs], [p.tree for p in planned.packs])
-        self.assertEqual(
-            [pack.num_bytes for pack in told.packs], [4 * p.num_bytes for p in planned.packs]
-        )
+        packs = [(pack.tree, pack.num_bytes) for pack in told.packs]
+        self.assertEqual(packs, [(pack.tree, 4 * pack.num_bytes) for pack in planned.packs])
         self.assertRegex(told.reason, "^the plan was given: .* trees|bundled")
 
     def test_a_plan_for_these_devices_needs_no_topology(self):
@@ -193,13 +191,10 @@ class PlanFileTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def test_a_plan_for_another_machine_is_refused(self):
         machine = preset("pcie", K)
         path = self.save(machine, "ring")
-        other = "it was made for 'pcie', and these devices are 'shared_memory'; make one "
+        made = "it was made for"
+        other = f"{made} 'pcie', and these devices are 'shared_memory'; make one "
         for topology, count, reason in (
-            (
-                None,
-                3,
-                "it was made for 4 devices, and there are 3; make one .*here:3 --save FILE`$",
-            ),
+            (None, 3, f"{made} 4 devices, and there are 3; make one .*here:3 --save FILE`$"),
             (None, K, other + ".*here:4 .*, or pass the plan's own machine as topology="),
             (machine.subset([0, 2, 1, 3]), K, ".*pcie"),
         ):

@@ -224,15 +224,13 @@ class MetricsTest(TrainingTestCase):
             self.assertAllEqual(2.0, of_the_user)
 
 
-class _Unfrozen(tfcdo.exchange.Sum):
-    pass
-
-
 _SHARDED = {"devices": None, "shard_optimizer_state": True}
 _99_GPUS = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec({}), num_accelerators={"GPU": 99}
 )
 _ONE_DEVICE = tfcdo.ReductionToOneDevice()
+_CLASS = {"cross_device_ops": tfcdo.AutoAllReduce}
+_UNFROZEN = type("Own", (tfcdo.exchange.Sum,), {})()
 
 
 class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
@@ -244,17 +242,14 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("GPUs that TensorFlow sees, .* here; got 99", {"cluster_resolver": _99_GPUS}),
         ("exchange must be 'bfloat16', 'float16', 'int8', .* got 'int4'", {"exchange": "int4"}),
         ("exchange must be .* got <class", {"exchange": tfcdo.exchange.PowerSGD}),
-        ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _Unfrozen()}),
+        ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _UNFROZEN}),
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
         ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),
         ("devices must be different; got .*CPU:1', .*CPU:1'", {"devices": ["CPU:1", "cpu:1"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
-        (
-            "must be an object such as .*AutoAllReduce'>",
-            {"devices": None, "cross_device_ops": tfcdo.AutoAllReduce},
-        ),
+        ("must be an object such as .*AutoAllReduce'>", {"devices": None, **_CLASS}),
         ("shard_optimizer_state must be .*; got 1", _SHARDED | {"shard_optimizer_state": 1}),
         ("is one of tfcdo's all-reduce classes", _SHARDED | {"cross_device_ops": _ONE_DEVICE}),
     )

@@ -8,7 +8,6 @@ from typing import Any
 from unittest import mock
 
 import compat
-import figures
 import pages
 import performance
 import tensorflow as tf
@@ -135,16 +134,6 @@ class PerformanceTest(absltest.TestCase):
         self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
         with self.assertRaisesRegex(ValueError, "has no lines"):
             pages.replace(path, "b.py", [])
-
-
-class FiguresTest(tf.test.TestCase):
-    def test_error_feedback_descends_where_rounding_stops(self):
-        names = ("bfloat16", "bfloat16, error feedback")
-        losses = {name: figures.badly_scaled_losses(name, 150) for name in names}
-        without, fed_back = (descent[-1] for descent in losses.values())
-        self.assertLess(fed_back, without / 5)
-        drawn = figures.draw("wire", {**losses, "float32": losses[names[1]]})
-        self.assertLen(drawn.axes[0].lines, 3)
 
 
 class ThirdPartyTest(parameterized.TestCase):
