@@ -543,7 +543,10 @@ def _prepare(
     has_gpus = bool(tf.config.get_visible_devices("GPU"))
     if devices_per_worker is not None and not has_gpus:
         virtual_devices.configure_virtual_cpus(devices_per_worker)
-    if cluster is None or len(cluster.tasks) == 1:
+    if cluster is None:
+        return ""
+    config.connect_without_proxy(cluster)  # One host's server asks for itself, too.
+    if len(cluster.tasks) == 1:
         return ""
     if not has_gpus:
         virtual_devices.configure_threads(own_settings["devices_per_worker"], num_cores())
@@ -555,7 +558,6 @@ def _prepare(
         **own_settings,
     }
     membership = rendezvous.meet(cluster, settings, timeout, worker.cluster_token())
-    config.connect_without_proxy(cluster)
     tf_internals.configure_coordination(
         leader=cluster.tasks[0].device_prefix,
         jobs=collections.Counter(task.job for task in cluster.tasks),
