@@ -184,8 +184,8 @@ def function():
             importlib.reload(tf_internals)
 
 
-class ValuesTest(tf.test.TestCase):
-    def test_is_what_a_strategy_makes(self):
+class TensorFlowDoorTest(tf.test.TestCase):
+    def test_values_are_what_a_strategy_makes(self):
         strategy = tf.distribute.MirroredStrategy(["/cpu:0", "/cpu:1"])
         made = strategy.run(lambda: tf.random.uniform([]))
         self.assertIs(type(made), type(tf_internals.per_replica([1, 2])))
@@ -196,9 +196,7 @@ class ValuesTest(tf.test.TestCase):
         plain = tf_internals.per_replica([1.0, np.ones(2)])
         self.assertEqual(("", ""), tf_internals.devices_of_values(plain))
 
-
-class ValueAtCallTimeTest(tf.test.TestCase):
-    def test_is_made_again_at_each_call(self):
+    def test_a_value_at_call_time_is_made_again_at_each_call(self):
         """Also where a called function needs it, in a condition in a loop: Keras's steps."""
         numbers = itertools.count(1)
         spec = tf.TensorSpec([], tf.int32)
@@ -220,8 +218,6 @@ class ValueAtCallTimeTest(tf.test.TestCase):
         for expected, call in enumerate((*calls, *calls), start=1):
             self.assertEqual(expected, int(call()))
 
-
-class KeyValueStoreTest(tf.test.TestCase):
     def test_a_chief_that_is_stopped_is_not_waited_for(self):
         """TensorFlow would wait without end, also when a process ends."""
         answers, context = threading.Event(), mock.Mock()

@@ -89,8 +89,6 @@ class MeasureTest(tf.test.TestCase):
         self.assertEqual((ours.wrong, baseline.wrong), (0, None))
         self.assertGreater(ours.first_call or 0.0, 0.0)
 
-
-class StepTest(tf.test.TestCase):
     def test_wrong_elements_are_counted(self):
         data = measure.Data(_SMALL, choose_devices(3))
         first, second, last = ([one.numpy() for one in variables] for variables in data.variables)

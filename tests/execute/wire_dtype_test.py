@@ -158,6 +158,7 @@ class ScopeTest(tf.test.TestCase, parameterized.TestCase):
                 total = all_reduce("SUM", vector)
                 loss = tf.reduce_sum(total * [0.1, 0.3])
             return {
+                "number": all_reduce("SUM", tf.constant(333.67)),
                 "numbers": all_reduce("MEAN", {"a": tf.constant(0.1), "b": tf.fill([1], 0.3)}),
                 "alone": total,
                 "gradient of it": tape.gradient(loss, vector),
@@ -177,6 +178,7 @@ class ScopeTest(tf.test.TestCase, parameterized.TestCase):
             self.assertAllClose([3.7037034, 1001.01], total, rtol=0.02)
             self.assertNotAllClose([3.7037034, 1001.01], total, rtol=1e-4)
         exact = {
+            "number": 1001.01,
             "numbers": {"a": 0.1, "b": [0.3]},
             "alone": [3.7037034, 1001.01],
             "gradient of it": [0.3, 0.9],

@@ -8,6 +8,7 @@ from typing import Any
 from unittest import mock
 
 import compat
+import figures
 import pages
 import performance
 import tensorflow as tf
@@ -73,8 +74,6 @@ class PagesTest(absltest.TestCase):
         self.assertEndsWith(page, "\n".join([*tested_versions.table(record), "<!-- end -->\n"]))
         self.assertContainsSubset({"2.16.2"}, {entry["tensorflow"] for entry in record})
 
-
-class PageTest(absltest.TestCase):
     def test_counts_and_cells(self):
         rows = {name: (pages.Row("✗", "✗ | x"), pages.Row("✓", "✓, x")) for name in compat.WORK}
         parts = {name: "\n".join(lines) for name, lines in compat.parts(rows).items()}
@@ -107,9 +106,7 @@ class PageTest(absltest.TestCase):
                 (line,) = (line for line in page.splitlines() if line.startswith(f"| {name} |"))
                 self.assertEndsWith(line, f"| {row.cell} |")
 
-
-class PerformanceTest(absltest.TestCase):
-    def test_rows(self):
+    def test_rows_of_the_performance_page(self):
         slow = measurement_of("tf.X", "tf", 0.004)
         compared = (
             measurement_of(performance.AUTO, "tfcdo", 0.003),
@@ -134,6 +131,14 @@ class PerformanceTest(absltest.TestCase):
         self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
         with self.assertRaisesRegex(ValueError, "has no lines"):
             pages.replace(path, "b.py", [])
+
+    def test_error_feedback_descends_where_rounding_stops(self):
+        names = ("bfloat16", "bfloat16, error feedback")
+        losses = {name: figures.badly_scaled_losses(name, 150) for name in names}
+        without, fed_back = (descent[-1] for descent in losses.values())
+        self.assertLess(fed_back, without / 5)
+        drawn = figures.draw("wire", {**losses, "float32": losses[names[1]]})
+        self.assertLen(drawn.axes[0].lines, 3)
 
 
 class ThirdPartyTest(parameterized.TestCase):

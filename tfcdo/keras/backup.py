@@ -28,7 +28,7 @@ class _Progress:
     epoch: int = 0  # That is running, or begins next.
     batch: int = 0  # How many of its batches are done.
     batches: int = 0  # How many of all epochs.
-    examples: int = 0  # A `resumable_dataset` dataset's.
+    examples: int = 0  # Where a `resumable_dataset` goes on.
     batch_size: int = 0  # Of the data; 0 if it is not known.
     before: int = 0  # Batches of earlier epochs, from the iterator that this epoch continues.
     began: bool = False  # Whether callbacks have been called for the beginning of the epoch.
@@ -335,7 +335,8 @@ class BackupAndRestore(Callback):
             )
         size, done = data_order.batch_size(self._iterator, orders), self._progress
         is_amid = done.batch or (done.before and not orders)
-        if is_amid and size != done.batch_size and size and done.batch_size:
+        are_known = size and done.batch_size
+        if is_amid and are_known and size != done.batch_size:
             raise ValueError(
                 f"batch_size must be {done.batch_size}, as before the backup after batch "
                 f"{done.batch}, so that no example is left out or repeated; got {size}"

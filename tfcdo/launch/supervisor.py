@@ -182,7 +182,7 @@ class Process:
             thread.start()
 
     def send(self, number: int) -> None:
-        """Sends a signal to the worker; SIGKILL ends all that it has started."""
+        """Sends a signal, or word of a failure; SIGKILL ends all that the worker has started."""
         assert self._guard.stdin
         with contextlib.suppress(BrokenPipeError, FileNotFoundError):  # It has ended.
             if number == protocol.TELL_OF_FAILURE:
