@@ -159,29 +159,39 @@ class GoneTest(tf.test.TestCase, parameterized.TestCase):
         with patched, self.assertRaisesRegex(ImportError, rf"BaseOptimizer\.{name}"):
             open_door()
 
-    def test_names_all_that_are_missing_and_the_known_versions(self):
+    def test_names_all_that_are_missing(self):
         source = """
 from tensorflow.python.distribute import values as _values
 from tensorflow.python.eager import context as _context
 from tensorflow.python.framework import no_such_kernels as _kernels
+from keras.src.trainers.trainer import Gone as _Gone
+try:
+    from keras.src import gone as _gone
+except ImportError:
+    pass
 
 def function():
-    _kernels.get(_values.PerReplica, _values.Gone)
+    _kernels.get(_values.PerReplica, _values.Gone, _gone.any, _Gone.any)
     _context.context().abort_collective_ops(_context.context().no_such_method())
 """
         missing = [
             "tensorflow.python.framework.no_such_kernels",
             "tensorflow.python.distribute.values.Gone",
+            "keras.src.trainers.trainer.Gone",
             "tensorflow.python.eager.context.context().no_such_method",
         ]
         self.assertCountEqual(missing, private_names.missing(source))
+
+    @parameterized.parameters(("Keras", keras_internals, "3"), ("TensorFlow", tf_internals, "2.16"))
+    def test_a_door_with_missing_names_and_the_known_versions(self, library, door, known):
+        current = re.escape(importlib.import_module(library.lower()).__version__)
         message = (
-            f"uses names of TensorFlow that are not in TensorFlow {re.escape(tf.__version__)}: "
-            r"one, other\. .*tests were run: 2\.16\.\d.* Install one of those"
+            f"uses names of {library} that are not in {library} {current}: "
+            rf"one, other\. .*tests were run: {re.escape(known)}\.\d.* Install one of those"
         )
         absent = mock.patch.object(private_names, "missing", return_value=["one", "other"])
         with absent, self.assertRaisesRegex(ImportError, message):
-            importlib.reload(tf_internals)
+            importlib.reload(door)
 
 
 class TensorFlowDoorTest(tf.test.TestCase):

@@ -18,9 +18,13 @@ from typing import Any
 import keras
 import numpy as np
 import tensorflow as tf
+
+from tfcdo import log, private_names, version
+
+private_names.check(__spec__, "Keras")
+
 from keras.src.backend.common import global_state as _global_state
 from keras.src.backend.common import variables as _variables
-from keras.src.backend.tensorflow import nn as _nn
 from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
@@ -32,9 +36,13 @@ from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
 
-from tfcdo import log, private_names, version
+try:  # Since Keras 3.16.
+    from keras.src.backend.tensorflow.ops import nn as _nn
+except ImportError:
+    from keras.src.backend.tensorflow import nn as _nn
 
-Trainer = _trainer.TensorFlowTrainer
+# Keras 3.16 calls it `Trainer`; before, it is `TensorFlowTrainer`.
+Trainer = next(one for one in keras.Model.__mro__ if one.__module__ == _trainer.__name__)
 EpochIterator = _trainer.TFEpochIterator
 NUM_STEPS = "_tfcdo_num_steps"  # What asks for the steps of data that each host has for itself.
 

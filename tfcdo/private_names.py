@@ -17,18 +17,18 @@ from collections.abc import Iterable, Sequence
 from importlib.machinery import ModuleSpec
 from typing import Any
 
+_PRIVATE = ("tensorflow.python.", "keras.src.")
 # Owner, name and the parameters that tfcdo relies on; an attribute that is read has none.
 Member = tuple[Any, str, tuple[str, ...]]
 
 
-def check(spec: ModuleSpec) -> None:
-    """Raises an ImportError with all private names that a module needs and TensorFlow lacks."""
-    import tensorflow as tf
-
+def check(spec: ModuleSpec, library: str) -> None:
+    """Raises an ImportError with all private names that a module needs and a library lacks."""
     # Where only compiled files are installed, there is no source to look through: Python's own
     # ImportError names the first one.
     get_source = getattr(spec.loader, "get_source", lambda name: None)
-    _refuse("TensorFlow", tf.__version__, missing(get_source(spec.name) or ""))
+    version = importlib.import_module(library.lower()).__version__
+    _refuse(library, version, missing(get_source(spec.name) or ""))
 
 
 def check_members(library: str, version: str, members: Iterable[Member]) -> None:
@@ -71,14 +71,15 @@ def _names_in_code(owner: Any) -> set[str]:
 
 
 def missing(source: str) -> list[str]:
-    """Returns the private names of TensorFlow that a source uses and that do not exist."""
-    # These are modules imported as `from tensorflow.python.x import y as z`, their attributes
-    # (`z.name`) and attributes of the results of their functions (`z.name().attribute`).
+    """Returns the private names of libraries that a source uses and that do not exist."""
+    # These are what is imported as `from tensorflow.python.x import y as z`, its attributes
+    # (`z.name`) and attributes of the results of its functions (`z.name().attribute`). An import
+    # in a `try` has another one beside it.
     tree = ast.parse(source)
     modules = {
         alias.asname or alias.name: f"{node.module}.{alias.name}"
-        for node in ast.walk(tree)
-        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith("tensorflow.python.")
+        for node in tree.body
+        if isinstance(node, ast.ImportFrom) and f"{node.module}.".startswith(_PRIVATE)
         for alias in node.names
     }
     used = dict.fromkeys(filter(None, (_full_name(node, modules) for node in ast.walk(tree))))

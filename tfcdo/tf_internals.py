@@ -22,7 +22,7 @@ import tensorflow as tf
 
 from tfcdo import private_names
 
-private_names.check(__spec__)
+private_names.check(__spec__, "TensorFlow")
 
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.impl import api as _autograph

@@ -255,6 +255,9 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
         for number in values:  # Each counts as one.
             averaged(own, metric, number)
         return None
+    if here.reports and sample_weight is None and not _rank(values):
+        # Keras does not know the batch's size: the loss of all replicas counts once.
+        return own(metric, values, 1.0 / here.replicas)
     # With one weight for a batch, Keras takes the mean of values. An int may count a part's rows.
     is_loss, weight = id(values) in here.losses, 1.0 if sample_weight is None else sample_weight
     are_of_rows = sample_weight is None and (here.reports or _are_per_row(here, values))
