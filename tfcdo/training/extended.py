@@ -231,9 +231,11 @@ class ReplicaExtended:
         batch = values[sizes.index(static)]
         hosts, first = replicas // len(devices), self._first_replica()
         # Between hosts only a dataset's own shapes are the same. `fit` takes its batches inside of
-        # its function; an argument of a function has the shapes of this host's part.
+        # its function; an argument of a function has the shapes of this host's part. So have all
+        # batches since Keras 3.16, whose `fit` takes them before it calls its function.
         is_fit = step.now.method == "fit" and not is_divided
-        of_dataset = is_fit and not tf.executing_eagerly() and len(set(static)) == 1
+        is_inside = hasattr(getattr(tf.compat.v1.get_default_graph(), "outer_graph", 0), "captures")
+        of_dataset = is_fit and is_inside and len(set(static)) == 1
         if None not in static and (hosts == 1 or of_dataset):
             rows = static * hosts
             joined = session.current()
