@@ -17,7 +17,7 @@ from launch_testing import SECONDS, LaunchTestCase, changed_variables
 from tfcdo.cli import launch
 from tfcdo.cluster import worker
 from tfcdo.cluster.config import tf_config
-from tfcdo.launch import supervisor
+from tfcdo.launch import places, supervisor
 
 # What TensorFlow prints before it has read its log level.
 _EARLY = """WARNING: All log messages before absl::InitializeLog() ...
@@ -251,9 +251,9 @@ class SlurmTest(LaunchTestCase):
     def test_unequal_nodes(self):
         changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
         with mock.patch.dict(os.environ, self.slurm_variables(3, **changed)):
-            place = launch.place_in_slurm(os.environ)
+            place = places.in_slurm(os.environ)
             next_job = {**os.environ, "SLURM_JOB_ID": "1263", "SLURM_STEP_ID": "0"}
-            self.assertNoCommonElements(place.addresses, launch.place_in_slurm(next_job).addresses)
+            self.assertNoCommonElements(place.addresses, places.in_slurm(next_job).addresses)
         self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
         self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
 
@@ -266,7 +266,7 @@ class SlurmTest(LaunchTestCase):
     )
     def test_another_place_is_refused(self, changed: dict[str, str], message: str):
         with mock.patch.dict(os.environ, self.slurm_variables(2, **changed)):
-            self.assertRaisesRegex(ValueError, message, launch.place_in_slurm, os.environ)
+            self.assertRaisesRegex(ValueError, message, places.in_slurm, os.environ)
 
 
 _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
