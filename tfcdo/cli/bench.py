@@ -112,8 +112,7 @@ def bench(
     options.refuse(
         (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
-    # Whatever the user's programs have; where there can be no file, Keras has its own defaults.
-    os.environ |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
+    os.environ |= worker_pool.KERAS_DEFAULTS
     if context.invoked_subcommand:
         return 0
     console = options.make_console()
