@@ -21,6 +21,10 @@ from tfcdo.cli import options
 from tfcdo.cluster import config, worker
 from tfcdo.launch import places, supervisor
 
+# On a machine, or in a worker; a mistyped number must not start more.
+_MOST_WORKERS = _MOST_DEVICES = 256
+_MOST_GPUS = 64
+_LONGEST_GRACE = 86_400  # A day.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
 _GROUPS = {
     "Workers": ("workers", "hosts", "index", "nnodes", "slurm"),
@@ -54,7 +58,7 @@ def _parse_workers(text: str) -> int:
             f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
             "Ray Train, see docs/ray.md"
         )
-    return int(options.number(1, 256)(text))
+    return int(options.number(1, _MOST_WORKERS)(text))
 
 
 @click.command(
@@ -84,18 +88,18 @@ def _parse_workers(text: str) -> int:
 @options.option("--slurm", bool, "Take the workers from Slurm's variables.", is_flag=True)
 @options.option(
     "-g --devices-per-worker",
-    options.number(1, 256),
+    options.number(1, _MOST_DEVICES),
     "Number of devices per worker; default: its GPUs, or one CPU.",
 )
 @options.option(
     "--gpus-per-worker",
-    options.number(1, 64),
+    options.number(1, _MOST_GPUS),
     "Number of GPUs per worker; default: an equal share.",
 )
 @options.option("--max-restarts", options.number(0), "Number of restarts.", 0)
 @options.option(
     "--grace",
-    options.number(0, 86_400, float, "SECONDS"),
+    options.number(0, _LONGEST_GRACE, float, "SECONDS"),
     "Time from SIGTERM to SIGKILL for workers that must end.",
     10.0,
 )

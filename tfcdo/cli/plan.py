@@ -28,8 +28,9 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "here"))
-# Bytes of all devices of one host: more packs take longer to simulate than anyone waits.
-_MOST_BYTES = 800 * 10**9
+# More packs take longer to simulate than anyone waits; bytes are of all devices of one host.
+_MOST_PACKS, _MOST_BYTES = 4096, 800 * 10**9
+_MOST_HOSTS = 1024
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -87,7 +88,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    options.number(1, 4096),  # More take more time to simulate than anyone waits.
+    options.number(1, _MOST_PACKS),
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(
@@ -101,7 +102,7 @@ def _read(name: str) -> str:
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
-    "--hosts num_hosts", options.number(1, 1024), "Number of hosts, all like this machine."
+    "--hosts num_hosts", options.number(1, _MOST_HOSTS), "Number of hosts, all like this machine."
 )
 @options.option(
     "--network",
