@@ -96,8 +96,8 @@ class WorkersTest(LaunchTestCase):
     )
     def test_no_two_workers_get_one_gpu(self, visible, workers, each, expected):
         given = () if each is None else ("--gpus-per-worker", str(each))
-        name = "CUDA_VISIBLE_DEVICES"
-        found, said = self.variables("--workers", str(workers), *given, **{name: visible})
+        name, own = "CUDA_VISIBLE_DEVICES", {"SLURM_GPUS_PER_TASK": "4"}  # They share a task's.
+        found, said = self.variables("--workers", str(workers), *given, **own, **{name: visible})
         self.assertEqual(expected, [variables.get(name) for variables in found.values()])
         self.assertEqual("3 workers use 3 of 4 GPUs" in said, workers == 3)
 
@@ -238,15 +238,18 @@ class SlurmTest(LaunchTestCase):
 
     def test_each_task_is_a_worker_with_its_gpus(self):
         addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
-        for rank in range(4):
-            variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5")
+        unbound = {"SLURM_GPU_BIND": "none"}, {"SLURM_TRES_BIND": "gres/gpu:verbose,none"}
+        all_unbound = *({"SLURM_GPUS_PER_TASK": "2", **one} for one in unbound), {}
+        # The first is set by --cpus-per-task.
+        for rank, own in enumerate(({"SLURM_TRES_PER_TASK": "cpu=8"}, *all_unbound)):
+            variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5", **own)
             found, _ = self.variables("--slurm", **variables)
             gpu = {"CUDA_VISIBLE_DEVICES": str(4 + rank % 2)}
             expected = {f"worker {rank}": {"TF_CONFIG": tf_config(addresses, rank), **gpu}}
             self.assertEqual(expected, found)
-        variables["SLURM_GPUS_PER_TASK"] = "2"  # Slurm has bound them.
-        found, _ = self.variables("--slurm", **variables)
-        self.assertNotIn("CUDA_VISIBLE_DEVICES", found["worker 3"])
+        for name in ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND", "TRES_PER_TASK"):
+            found, _ = self.variables("--slurm", **variables, **{f"SLURM_{name}": "gres/gpu:1"})
+            self.assertNotIn("CUDA_VISIBLE_DEVICES", found["worker 3"])
 
     def test_unequal_nodes(self):
         changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
@@ -269,11 +272,9 @@ class SlurmTest(LaunchTestCase):
             self.assertRaisesRegex(ValueError, message, places.in_slurm, os.environ)
 
 
-_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
-
-
 def manifests() -> dict[str, Any]:
-    texts = re.findall(r"```yaml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
+    page = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
+    texts = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
     found = [part for text in texts for part in yaml.safe_load_all(text)]
     return {part["kind"]: part for part in found}
 

@@ -31,8 +31,6 @@ _GROUPS = {
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
 }
-# Then Slurm has bound GPUs to the task already.
-_BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
 
 
 class _Command(click.Command):
@@ -149,7 +147,9 @@ def launch(
     CPUs, or to leave GPUs of a worker out, --devices-per-worker sets the number of its devices.
     """  # noqa: D301 (click leaves lines after this character as they are)
     place = _place(workers, hosts, index, nnodes, slurm)
-    gpus = _gpus(gpus_per_worker, place.here)
+    # Several workers of one task share its GPUs, also those that Slurm has bound to it.
+    are_bound = slurm and places.are_gpus_bound_by_slurm(os.environ)
+    gpus = [] if are_bound and gpus_per_worker is None else _gpus(gpus_per_worker, place.here)
     if not module and not (script and pathlib.Path(script).exists()):
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
@@ -255,7 +255,7 @@ def _gpus(each: int | None, workers: int) -> list[str]:
         is_gpu = re.compile(r"\d+|(GPU|MIG)-.+").fullmatch
         names = [*itertools.takewhile(is_gpu, map(str.strip, given.split(",")))]
     if each is None:
-        if not names or any(os.environ.get(name) for name in _BOUND_BY_SLURM):
+        if not names:
             return []
         each = len(names) // workers or 1
         if len(names) > each * workers:

@@ -59,3 +59,13 @@ def in_slurm(variables: Mapping[str, str]) -> Place:
     first = 10_000 + 16 * ((job + 1 + 617 * (step - 1)) % 1_250)
     addresses = [f"{h}:{first + task}" for h, each in zip(hosts, tasks) for task in range(each)]
     return Place(tuple(addresses), range(rank, rank + 1), local, tasks[node])
+
+
+def are_gpus_bound_by_slurm(variables: Mapping[str, str]) -> bool:
+    """Returns whether a task of `srun` has GPUs of its own, and sees no others."""
+    binding = variables.get("SLURM_GPU_BIND") or variables.get("SLURM_TRES_BIND")
+    if binding:  # It stands above the others, which bind by default.
+        return not binding.endswith("none")
+    # The last one has --cpus-per-task, too.
+    counts = map(variables.get, ("SLURM_GPUS_PER_TASK", "SLURM_NTASKS_PER_GPU"))
+    return any(counts) or "gpu" in variables.get("SLURM_TRES_PER_TASK", "")
