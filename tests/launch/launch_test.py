@@ -238,18 +238,19 @@ class SlurmTest(LaunchTestCase):
 
     def test_each_task_is_a_worker_with_its_gpus(self):
         addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
+        per_task, by_cpus = {"SLURM_GPUS_PER_TASK": "2"}, {"SLURM_TRES_PER_TASK": "cpu=8"}
         unbound = {"SLURM_GPU_BIND": "none"}, {"SLURM_TRES_BIND": "gres/gpu:verbose,none"}
-        all_unbound = *({"SLURM_GPUS_PER_TASK": "2", **one} for one in unbound), {}
-        # The first is set by --cpus-per-task.
-        for rank, own in enumerate(({"SLURM_TRES_PER_TASK": "cpu=8"}, *all_unbound)):
+        for rank, own in enumerate((by_cpus, *({**per_task, **one} for one in unbound), {})):
             variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5", **own)
             found, _ = self.variables("--slurm", **variables)
             gpu = {"CUDA_VISIBLE_DEVICES": str(4 + rank % 2)}
             expected = {f"worker {rank}": {"TF_CONFIG": tf_config(addresses, rank), **gpu}}
             self.assertEqual(expected, found)
         for name in ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND", "TRES_PER_TASK"):
-            found, _ = self.variables("--slurm", **variables, **{f"SLURM_{name}": "gres/gpu:1"})
-            self.assertNotIn("CUDA_VISIBLE_DEVICES", found["worker 3"])
+            own = {**variables, f"SLURM_{name}": "gres/gpu:1"}
+            for given, own_gpu in (((), None), (("--gpus-per-worker", "1"), "4")):
+                found, _ = self.variables("--slurm", *given, **own)
+                self.assertEqual(found["worker 3"].get("CUDA_VISIBLE_DEVICES"), own_gpu)
 
     def test_unequal_nodes(self):
         changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
@@ -275,8 +276,7 @@ class SlurmTest(LaunchTestCase):
 def manifests() -> dict[str, Any]:
     page = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
     texts = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
-    found = [part for text in texts for part in yaml.safe_load_all(text)]
-    return {part["kind"]: part for part in found}
+    return {part["kind"]: part for text in texts for part in yaml.safe_load_all(text)}
 
 
 class KubernetesTest(absltest.TestCase):

@@ -147,9 +147,9 @@ def launch(
     CPUs, or to leave GPUs of a worker out, --devices-per-worker sets the number of its devices.
     """  # noqa: D301 (click leaves lines after this character as they are)
     place = _place(workers, hosts, index, nnodes, slurm)
-    # Several workers of one task share its GPUs, also those that Slurm has bound to it.
-    are_bound = slurm and places.are_gpus_bound_by_slurm(os.environ)
-    gpus = [] if are_bound and gpus_per_worker is None else _gpus(gpus_per_worker, place.here)
+    # All workers of this machine share its GPUs, unless Slurm has bound some to each.
+    sharing = 1 if slurm and places.are_gpus_bound_by_slurm(os.environ) else place.here
+    gpus = _gpus(gpus_per_worker, sharing) * (place.here // sharing)
     if not module and not (script and pathlib.Path(script).exists()):
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
