@@ -17,7 +17,7 @@ from launch_testing import SECONDS, LaunchTestCase, changed_variables
 from tfcdo.cli import launch
 from tfcdo.cluster import worker
 from tfcdo.cluster.config import tf_config
-from tfcdo.launch import supervisor
+from tfcdo.launch import places, supervisor
 
 # What TensorFlow prints before it has read its log level.
 _EARLY = """WARNING: All log messages before absl::InitializeLog() ...
@@ -96,8 +96,8 @@ class WorkersTest(LaunchTestCase):
     )
     def test_no_two_workers_get_one_gpu(self, visible, workers, each, expected):
         given = () if each is None else ("--gpus-per-worker", str(each))
-        name = "CUDA_VISIBLE_DEVICES"
-        found, said = self.variables("--workers", str(workers), *given, **{name: visible})
+        name, own = "CUDA_VISIBLE_DEVICES", {"SLURM_GPUS_PER_TASK": "4"}  # They share a task's.
+        found, said = self.variables("--workers", str(workers), *given, **own, **{name: visible})
         self.assertEqual(expected, [variables.get(name) for variables in found.values()])
         self.assertEqual("3 workers use 3 of 4 GPUs" in said, workers == 3)
 
@@ -238,22 +238,26 @@ class SlurmTest(LaunchTestCase):
 
     def test_each_task_is_a_worker_with_its_gpus(self):
         addresses = ("node1:10208", "node1:10209", "node2:10208", "node2:10209")
-        for rank in range(4):
-            variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5")
+        per_task, by_cpus = {"SLURM_GPUS_PER_TASK": "2"}, {"SLURM_TRES_PER_TASK": "cpu=8"}
+        unbound = {"SLURM_GPU_BIND": "none"}, {"SLURM_TRES_BIND": "gres/gpu:verbose,none"}
+        for rank, own in enumerate((by_cpus, *({**per_task, **one} for one in unbound), {})):
+            variables = self.slurm_variables(rank, CUDA_VISIBLE_DEVICES="4,5", **own)
             found, _ = self.variables("--slurm", **variables)
             gpu = {"CUDA_VISIBLE_DEVICES": str(4 + rank % 2)}
             expected = {f"worker {rank}": {"TF_CONFIG": tf_config(addresses, rank), **gpu}}
             self.assertEqual(expected, found)
-        variables["SLURM_GPUS_PER_TASK"] = "2"  # Slurm has bound them.
-        found, _ = self.variables("--slurm", **variables)
-        self.assertNotIn("CUDA_VISIBLE_DEVICES", found["worker 3"])
+        for name in ("GPUS_PER_TASK", "NTASKS_PER_GPU", "GPU_BIND", "TRES_PER_TASK"):
+            own = {**variables, f"SLURM_{name}": "gres/gpu:1"}
+            for given, own_gpu in (((), None), (("--gpus-per-worker", "1"), "4")):
+                found, _ = self.variables("--slurm", *given, **own)
+                self.assertEqual(found["worker 3"].get("CUDA_VISIBLE_DEVICES"), own_gpu)
 
     def test_unequal_nodes(self):
         changed = {"SLURM_STEP_TASKS_PER_NODE": "3,1", "SLURM_NODEID": "1", "SLURM_LOCALID": "0"}
         with mock.patch.dict(os.environ, self.slurm_variables(3, **changed)):
-            place = launch.place_in_slurm(os.environ)
+            place = places.in_slurm(os.environ)
             next_job = {**os.environ, "SLURM_JOB_ID": "1263", "SLURM_STEP_ID": "0"}
-            self.assertNoCommonElements(place.addresses, launch.place_in_slurm(next_job).addresses)
+            self.assertNoCommonElements(place.addresses, places.in_slurm(next_job).addresses)
         self.assertEqual(place.addresses[2:], ("node1:10210", "node2:10208"))
         self.assertEqual((place.own, place.first_here, place.here), (range(3, 4), 0, 1))
 
@@ -266,16 +270,13 @@ class SlurmTest(LaunchTestCase):
     )
     def test_another_place_is_refused(self, changed: dict[str, str], message: str):
         with mock.patch.dict(os.environ, self.slurm_variables(2, **changed)):
-            self.assertRaisesRegex(ValueError, message, launch.place_in_slurm, os.environ)
-
-
-_PAGE = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
+            self.assertRaisesRegex(ValueError, message, places.in_slurm, os.environ)
 
 
 def manifests() -> dict[str, Any]:
-    texts = re.findall(r"```yaml\n(.*?)```", _PAGE.read_text(), re.DOTALL)
-    found = [part for text in texts for part in yaml.safe_load_all(text)]
-    return {part["kind"]: part for part in found}
+    page = pathlib.Path(__file__).parents[2] / "docs" / "kubernetes.md"
+    texts = re.findall(r"```yaml\n(.*?)```", page.read_text(), re.DOTALL)
+    return {part["kind"]: part for text in texts for part in yaml.safe_load_all(text)}
 
 
 class KubernetesTest(absltest.TestCase):

@@ -10,7 +10,6 @@ import numpy as np
 import tensorflow as tf
 
 import tfcdo
-from tfcdo import tf_internals
 from tfcdo.bench import results
 from tfcdo.bench.devices import ChosenDevices
 
@@ -25,9 +24,10 @@ def run(
 ) -> list[results.Measurement]:
     """Takes steps under each strategy, in turn."""
     names = list(devices.names)
+    ours = tfcdo.MirroredStrategy(names)
     strategies = {
         "tf.distribute.MirroredStrategy": tf.distribute.MirroredStrategy(names),
-        "tfcdo.MirroredStrategy": tfcdo.MirroredStrategy(names),
+        "tfcdo.MirroredStrategy": ours,
         "shard_optimizer_state=True": tfcdo.MirroredStrategy(names, shard_optimizer_state=True),
     }
     updates = {
@@ -45,7 +45,7 @@ def run(
             workload=optimizer,
             size=4 * sum(map(math.prod, _SHAPES)),
             first_call=one.first_call,
-            state_bytes=one.state_bytes(),
+            state_bytes=sum(ours.state_bytes(one.optimizer).values()),
         )
         for name, one in updates.items()
     ]
@@ -62,15 +62,15 @@ class _Updates:
                 keras.Variable(generator.normal(0, 0.01, shape).astype(np.float32))
                 for shape in _SHAPES
             ]
-            self._optimizer = BY_NAME[name]()
-            self._optimizer.build(self._variables)
+            self.optimizer = BY_NAME[name]()
+            self.optimizer.build(self._variables)
         self._function = tf.function(lambda: self._strategy.run(self._on_replica))
         self.first_call = self.step()
 
     def _on_replica(self) -> None:
         rank = tf.cast(tf.distribute.get_replica_context().replica_id_in_sync_group, tf.float32)
         gradients = [one.value * 0.001 * (1.0 + rank) + 0.01 for one in self._variables]
-        self._optimizer.apply(gradients, self._variables)
+        self.optimizer.apply(gradients, self._variables)
 
     def step(self) -> float:
         """Reduces and updates; returns the seconds."""
@@ -78,11 +78,3 @@ class _Updates:
         self._function()
         self._devices.wait()
         return time.perf_counter() - start
-
-    def state_bytes(self) -> int:
-        """Returns the bytes of the optimizer's state on all devices."""
-        return sum(
-            component.shape.num_elements() * component.dtype.size
-            for one in self._optimizer.variables
-            for component in tf_internals.components(one.value)
-        )

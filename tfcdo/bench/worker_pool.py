@@ -16,6 +16,9 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from typing import Any
 
+# Variables for Keras, whatever the user's programs have; without a file it has its own defaults.
+KERAS_DEFAULTS = {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
+
 
 class WorkerError(RuntimeError):
     """Says which worker failed, and with which error."""

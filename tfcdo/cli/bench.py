@@ -28,10 +28,14 @@ if TYPE_CHECKING:
     from tfcdo.bench import measure
 
 
+# Bytes per second at which a step ends in time, and whose queue tc counts in 32 bits.
+_SLOWEST_RATE, _FASTEST_RATE = 125e3, 10e9
+
+
 def _read_rate(text: str) -> float:
-    """Reads a rate at which a step ends in time, and whose queue tc counts in 32 bits."""
+    """Reads the rate of a link."""
     rate = options.parse_bandwidth(text)
-    if not 125e3 <= rate <= 10e9:
+    if not _SLOWEST_RATE <= rate <= _FASTEST_RATE:
         raise ValueError(f"expected a bandwidth from 1mbit to 80gbit; got {text!r}")
     return rate
 
@@ -42,7 +46,7 @@ def _read_rate(text: str) -> float:
 @options.option("-f --stepfactor", options.number(2), "Factor from one size to the next.", 8)
 @options.option(
     "-g --devices num_devices",
-    options.number(2, 16),
+    options.number(2, options.MOST_DEVICES),
     "Number of devices: GPUs if there are enough, else virtual CPUs.",
     4,
 )
@@ -112,8 +116,7 @@ def bench(
     options.refuse(
         (refused, f"{' and '.join(sorted(refused))} {reason}"), (minbytes > maxbytes, order)
     )
-    # Whatever the user's programs have; where there can be no file, Keras has its own defaults.
-    os.environ |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
+    os.environ |= worker_pool.KERAS_DEFAULTS
     if context.invoked_subcommand:
         return 0
     console = options.make_console()
@@ -164,10 +167,10 @@ def bench(
 
 
 @bench.command()
-@click.argument("num_workers", metavar="NUMBER", type=options.number(2, 16))
+@click.argument("num_workers", metavar="NUMBER", type=options.number(2, options.MOST_DEVICES))
 @options.option(
     "-g --devices num_devices",
-    options.number(1, 16),
+    options.number(1, options.MOST_DEVICES),
     "Number of virtual CPU devices of each worker.",
     4,
 )

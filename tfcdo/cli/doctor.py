@@ -24,7 +24,7 @@ _STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 @click.command()
 @options.option(
     "-g --devices num_devices",
-    options.number(2, 16),
+    options.number(2, options.MOST_DEVICES),
     "Number of devices; default: all GPUs, or 4 virtual CPU devices.",
 )
 @options.option(

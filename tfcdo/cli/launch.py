@@ -9,10 +9,9 @@ import os
 import pathlib
 import re
 import secrets
-import subprocess
 import sys
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple, TextIO
+from typing import TextIO
 
 import click
 from rich.console import Console
@@ -20,51 +19,22 @@ from rich.text import Text
 
 from tfcdo.cli import options
 from tfcdo.cluster import config, worker
-from tfcdo.launch import supervisor
+from tfcdo.launch import places, supervisor
 
+# On a machine, or in a worker; a mistyped number must not start more.
+_MOST_WORKERS = _MOST_DEVICES = 256
+_MOST_GPUS = 64
+_LONGEST_GRACE = 86_400  # A day.
 _COLOURS = ("cyan", "magenta", "green", "yellow", "blue", "red")
-_EXAMPLES = """
-  Run a training script in several workers.
-
-Examples:
-  Three workers with two devices each, on this machine:
-    tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5
-  Start all again after a failure, at most three times:
-    tfcdo launch --workers 2 --max-restarts 3 train.py
-  Two machines, one worker each: the first line on a, the second on b:
-    tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
-    tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
-  Slurm: each task of srun is a worker:
-    srun tfcdo launch --slurm train.py
-  A module instead of a script:
-    tfcdo launch --workers 2 -m my_project.train
-"""
 _GROUPS = {
     "Workers": ("workers", "hosts", "index", "nnodes", "slurm"),
     "Devices": ("devices_per_worker", "gpus_per_worker"),
     "Failures": ("max_restarts", "grace"),
 }
-_SLURM_NUMBERS = ("JOB_ID", "STEP_ID", "NTASKS", "PROCID", "NODEID", "LOCALID")
-# Then Slurm has bound GPUs to the task already.
-_BOUND_BY_SLURM = ("SLURM_GPUS_PER_TASK", "SLURM_GPU_BIND", "SLURM_TRES_PER_TASK")
-
-
-class Place(NamedTuple):
-    """The addresses of all workers, those that this launcher starts, and all of its machine."""
-
-    addresses: tuple[str, ...]  # Empty where all are on this machine.
-    own: range
-    first_here: int  # Which of the machine's workers the launcher's first one is,
-    here: int  # and how many it has.
 
 
 class _Command(click.Command):
-    """Has a help that begins with examples, and has the options in groups."""
-
-    def format_help_text(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
-        """Writes the examples, and then the text."""
-        formatter.write(_EXAMPLES)
-        super().format_help_text(ctx, formatter)
+    """Has the options of its help in groups."""
 
     def format_options(self, ctx: click.Context, formatter: click.HelpFormatter) -> None:
         """Writes the options in their groups."""
@@ -86,17 +56,7 @@ def _parse_workers(text: str) -> int:
             f"a job has a fixed number of workers; got {text!r}: for workers that come and go use "
             "Ray Train, see docs/ray.md"
         )
-    return int(options.number(1, 256)(text))
-
-
-def parse_hosts(text: str) -> tuple[str, ...]:
-    """Returns the addresses in a text such as "a:2222,[::1]:2222"; raises a `ValueError`."""
-    addresses = tuple(part.strip() for part in text.split(","))
-    for address in addresses:
-        config.split_address(address)
-        if addresses.count(address) > 1:
-            raise ValueError(f"each host must be named once; got {address!r} twice")
-    return addresses
+    return int(options.number(1, _MOST_WORKERS)(text))
 
 
 @click.command(
@@ -113,7 +73,7 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 )
 @options.option(
     "--hosts",
-    options.parsed("hosts", parse_hosts),
+    options.parsed("hosts", places.parse_hosts),
     "Addresses of all machines, where their first workers listen.",
     metavar="A:PORT,...",
 )
@@ -126,18 +86,18 @@ def parse_hosts(text: str) -> tuple[str, ...]:
 @options.option("--slurm", bool, "Take the workers from Slurm's variables.", is_flag=True)
 @options.option(
     "-g --devices-per-worker",
-    options.number(1, 256),
+    options.number(1, _MOST_DEVICES),
     "Number of devices per worker; default: its GPUs, or one CPU.",
 )
 @options.option(
     "--gpus-per-worker",
-    options.number(1, 64),
+    options.number(1, _MOST_GPUS),
     "Number of GPUs per worker; default: an equal share.",
 )
 @options.option("--max-restarts", options.number(0), "Number of restarts.", 0)
 @options.option(
     "--grace",
-    options.number(0, 86_400, float, "SECONDS"),
+    options.number(0, _LONGEST_GRACE, float, "SECONDS"),
     "Time from SIGTERM to SIGKILL for workers that must end.",
     10.0,
 )
@@ -158,7 +118,23 @@ def launch(
     script: str,
     arguments: tuple[str, ...],
 ) -> int:
-    """Each worker runs SCRIPT with this Python.
+    """Run a training script in several workers.
+
+    \b
+    Examples:
+      Three workers with two devices each, on this machine:
+        tfcdo launch --workers 3 --devices-per-worker 2 train.py --epochs 5
+      Start all again after a failure, at most three times:
+        tfcdo launch --workers 2 --max-restarts 3 train.py
+      Two machines, one worker each: the first line on a, the second on b:
+        tfcdo launch --hosts a:2222,b:2222 --index 0 train.py
+        tfcdo launch --hosts a:2222,b:2222 --index 1 train.py
+      Slurm: each task of srun is a worker:
+        srun tfcdo launch --slurm train.py
+      A module instead of a script:
+        tfcdo launch --workers 2 -m my_project.train
+
+    Each worker runs SCRIPT with this Python.
 
     TF_CONFIG gives it all addresses and its own index. Its name is in front of each line of its
     output. When a worker fails, the others are ended, and the exit status of the first failure is
@@ -169,9 +145,11 @@ def launch(
 
     Workers of one machine share its GPUs equally: --gpus-per-worker is for another division. On
     CPUs, or to leave GPUs of a worker out, --devices-per-worker sets the number of its devices.
-    """
+    """  # noqa: D301 (click leaves lines after this character as they are)
     place = _place(workers, hosts, index, nnodes, slurm)
-    gpus = _gpus(gpus_per_worker, place.here)
+    # All workers of this machine share its GPUs, unless Slurm has bound some to each.
+    sharing = 1 if slurm and places.are_gpus_bound_by_slurm(os.environ) else place.here
+    gpus = _gpus(gpus_per_worker, sharing) * (place.here // sharing)
     if not module and not (script and pathlib.Path(script).exists()):
         raise click.UsageError(f"{script!r}: there is no such script (-m runs a module)")
     # The errors of the workers' TensorFlow are enough, unless the user wants more.
@@ -192,7 +170,7 @@ def _place(
     index: int | None,
     nnodes: int | None,
     slurm: bool,
-) -> Place:
+) -> places.Place:
     """Returns this machine's workers among all machines'; those of one get their ports later."""
     here, count = workers or 1, len(hosts or [1])
     several = hosts or nnodes or index is not None
@@ -227,49 +205,20 @@ def _place(
     )
     if slurm:
         with options.reported(click.UsageError, ValueError, about="--slurm: "):
-            return place_in_slurm(os.environ)
+            return places.in_slurm(os.environ)
     if hosts is None or index is None:
-        return Place((), range(here), 0, here)
+        return places.Place((), range(here), 0, here)
     # The ports of a host's workers begin with its own.
     split = [address.rpartition(":")[::2] for address in hosts]
     addresses = ",".join(f"{name}:{int(port) + w}" for name, port in split for w in range(here))
     with options.reported(click.UsageError, ValueError, about=f"--hosts with --workers {here}: "):
-        return Place(parse_hosts(addresses), range(index * here, (index + 1) * here), 0, here)
-
-
-def place_in_slurm(variables: Mapping[str, str]) -> Place:
-    """Returns the place of a task of `srun`, which is one worker; raises a `ValueError`."""
-    numbers = {name: variables.get(f"SLURM_{name}", "") for name in _SLURM_NUMBERS}
-    for name, text in numbers.items():
-        if not text.isdecimal():
-            raise ValueError(f"srun must set SLURM_{name} to a number; got {text!r}")
-    job, step, count, rank, node, local = map(int, numbers.values())
-    names = variables.get("SLURM_STEP_NODELIST", "")
-    try:
-        command = ["scontrol", "show", "hostnames", names]
-        hosts = subprocess.run(command, stdout=subprocess.PIPE, text=True).stdout.split()
-    except FileNotFoundError as error:
-        raise ValueError("no `scontrol`: use --hosts with --index $SLURM_NODEID") from error
-    if not hosts:
-        raise ValueError(f"`scontrol show hostnames {names}` has named no host: see its error")
-    deals = variables.get("SLURM_STEP_TASKS_PER_NODE", "")
-    # Such as "2(x3),1": two tasks on each of three nodes, one on the fourth.
-    found = re.findall(r"(\d+)(?:\(x(\d+)\))?", deals)
-    tasks = [int(each) for each, times in found for _ in range(int(times or 1))]
-    if len(tasks) != len(hosts) or sum(tasks) != count or sum(tasks[:node]) + local != rank:
-        raise ValueError(
-            f"task {rank} of {count} must be task {local} of node {node} of {hosts}, with "
-            f"SLURM_STEP_TASKS_PER_NODE={deals}: use srun --distribution=block"
-        )
-    # One of 1,250 ranges below Linux's own choices; steps' ranges are far from the next jobs'.
-    first = 10_000 + 16 * ((job + 1 + 617 * (step - 1)) % 1_250)
-    addresses = [f"{h}:{first + task}" for h, each in zip(hosts, tasks) for task in range(each)]
-    return Place(tuple(addresses), range(rank, rank + 1), local, tasks[node])
+        own = range(index * here, (index + 1) * here)
+        return places.Place(places.parse_hosts(addresses), own, 0, here)
 
 
 @contextlib.contextmanager
 def _workers(
-    place: Place, variables: Mapping[str, str], gpus: Sequence[str]
+    place: places.Place, variables: Mapping[str, str], gpus: Sequence[str]
 ) -> Iterator[Sequence[supervisor.WorkerSpec]]:
     """Gives the workers of one run; on one machine, with free ports and a token of their own."""
     with contextlib.ExitStack() as stack:
@@ -306,7 +255,7 @@ def _gpus(each: int | None, workers: int) -> list[str]:
         is_gpu = re.compile(r"\d+|(GPU|MIG)-.+").fullmatch
         names = [*itertools.takewhile(is_gpu, map(str.strip, given.split(",")))]
     if each is None:
-        if not names or any(os.environ.get(name) for name in _BOUND_BY_SLURM):
+        if not names:
             return []
         each = len(names) // workers or 1
         if len(names) > each * workers:

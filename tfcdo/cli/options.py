@@ -23,6 +23,9 @@ if TYPE_CHECKING:
 _EXPONENTS = {"": 0, "K": 1, "M": 2, "G": 3}
 # nccl-tests' unit, and the other units of GNU's coreutils.
 _KILO = {"": 1024, "IB": 1024, "B": 1000}
+# Devices, or workers, that the bench and the doctor start on a machine.
+MOST_DEVICES = 16
+_MOST_SAMPLES = 10**6  # More would not end in a day.
 
 
 @contextlib.contextmanager
@@ -210,9 +213,12 @@ def refuse(*cases: tuple[object, str]) -> None:
             raise click.UsageError(reason)
 
 
-# Options that the commands of the bench share; more samples would not end in a day.
+# Options that the commands of the bench share.
 ITERATIONS = option(
-    "-n --iters iterations", number(1, 10**6), "Samples of each implementation, taken in turn.", 20
+    "-n --iters iterations",
+    number(1, _MOST_SAMPLES),
+    "Samples of each implementation, taken in turn.",
+    20,
 )
-WARMUP = option("-w --warmup", number(0, 10**6), "Samples before those that count.", 5)
+WARMUP = option("-w --warmup", number(0, _MOST_SAMPLES), "Samples before those that count.", 5)
 JSON_FILE = option("-J --json json_file", new_file(".json"), "File for the results.")

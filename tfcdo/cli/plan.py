@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import pathlib
 import re
 import sys
@@ -29,8 +28,9 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "here"))
-# Bytes of all devices of one host: more packs take longer to simulate than anyone waits.
-_MOST_BYTES = 800 * 10**9
+# More packs take longer to simulate than anyone waits; bytes are of all devices of one host.
+_MOST_PACKS, _MOST_BYTES = 4096, 800 * 10**9
+_MOST_HOSTS = 1024
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -88,7 +88,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    options.number(1, 4096),  # More take more time to simulate than anyone waits.
+    options.number(1, _MOST_PACKS),
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(
@@ -102,7 +102,7 @@ def _read(name: str) -> str:
     "Picture of the machine and the copy trees: .png or .svg.",
 )
 @options.option(
-    "--hosts num_hosts", options.number(1, 1024), "Number of hosts, all like this machine."
+    "--hosts num_hosts", options.number(1, _MOST_HOSTS), "Number of hosts, all like this machine."
 )
 @options.option(
     "--network",
@@ -157,12 +157,13 @@ def plan(
         rate = f"{format_bytes(round(network))}/s"
         number = format_count(num_hosts, "host")
         size += f" across {number} with {rate} of {exchange or 'network'}"
-    asked = topology, num_bytes, num_packs, hosts, BY_NAME[exchange] if exchange else SUM
-    found: list[Evaluation] = []
+    sent = BY_NAME[exchange] if exchange else SUM
     with options.reported(click.UsageError, ValueError), options.status("Planning ..."):
         check_num_devices(topology.name, topology.num_devices)
-        for name in algorithms.ALGORITHMS:
-            found.append(evaluate(name, *asked, known=found))
+        found = [
+            evaluate(name, topology, num_bytes, num_packs, hosts, sent)
+            for name in algorithms.ALGORITHMS
+        ]
     _print_table(found, algorithm, size, console)
     (chosen,) = (each for each in found if each.algorithm == algorithm)
     if saved_file:
@@ -195,9 +196,8 @@ def evaluate(
     num_packs: int | None = None,
     hosts: Hosts | None = None,
     exchange: Exchange = SUM,
-    known: Sequence[Evaluation] = (),
 ) -> Evaluation:
-    """Simulates the all-reduce of a float32 gradient, unless its algorithm is among the known."""
+    """Simulates the all-reduce of a float32 gradient."""
     count = topology.num_devices
     value = ValueSpec("float32", (-(-num_bytes // 4),))  # Whole elements.
     request = Request(value, tuple(range(count)), exchange=exchange)
@@ -205,9 +205,6 @@ def evaluate(
     between = BetweenHosts(exchange=exchange) if hosts else None
     chosen = Options(algorithm, PackingOptions(num_packs), between=between)
     made = decide(batch, chosen, Machine(topology))
-    for one in known:
-        if one.resolved == made.algorithm:
-            return dataclasses.replace(one, algorithm=algorithm)
     seconds = simulator.robust_seconds(made, topology, hosts=hosts)
     ordered = simulator.simulate(made, topology, hosts=hosts).seconds
     bound = tree_program.lower_bound_seconds(topology, num_bytes)

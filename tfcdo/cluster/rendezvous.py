@@ -53,9 +53,19 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
     """
     deadline = time.monotonic() + timeout
     with _listen(cluster) as listener:
-        if cluster.is_chief:
-            return _lead(cluster, settings, token, deadline, listener)
-        return _follow(cluster, settings, token, deadline)
+        if not cluster.is_chief:
+            return _follow(cluster, settings, token, deadline)
+        names = [cluster.name(host) for host in range(len(cluster.tasks))]
+        meeting = protocol.Meeting(names, settings, deadline)
+        problem = _await_all(meeting, listener, token)
+        for host in cluster.others:
+            problem = problem or _unreachable(cluster, host)
+        membership = secrets.token_hex(8)
+        for peer in meeting.arrived.values():
+            _send(peer, (problem, membership))
+        if problem:
+            raise RendezvousError(problem)
+        return membership
 
 
 def _listen(cluster: config.Cluster) -> socket.socket:
@@ -75,29 +85,8 @@ def _listen(cluster: config.Cluster) -> socket.socket:
         ) from error
 
 
-def _lead(
-    cluster: config.Cluster,
-    settings: Settings,
-    token: str,
-    deadline: float,
-    listener: socket.socket,
-) -> str:
-    """Waits for all others, and tells them why not to continue, or "": the chief's part."""
-    membership = secrets.token_hex(8)
-    names = [cluster.name(host) for host in range(len(cluster.tasks))]
-    meeting = protocol.Meeting(names, settings, deadline)
-    problem = _await_all(meeting, listener, token)
-    for host in cluster.others:
-        problem = problem or _unreachable(cluster, host)
-    for peer in meeting.arrived.values():
-        _send(peer, (problem, membership))
-    if problem:
-        raise RendezvousError(problem)
-    return membership
-
-
 def _await_all(meeting: protocol.Meeting, listener: socket.socket, token: str) -> str:
-    """Brings connections to the meeting until it decides."""
+    """Brings connections to the meeting until it decides; returns why not to continue, or ""."""
     lines = _Lines()
     hint = ""
     new: queue.SimpleQueue[tuple[Connection, _Greeting] | None] = queue.SimpleQueue()

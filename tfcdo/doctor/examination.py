@@ -143,7 +143,7 @@ class Probes(contextlib.ExitStack):
             if self._pool is None:
                 # TF_CONFIG is examined in this process; the probe is a separate process.
                 variables = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2"}
-                variables |= {"KERAS_BACKEND": "tensorflow", "KERAS_HOME": os.devnull}
+                variables |= worker_pool.KERAS_DEFAULTS
                 workers = worker_pool.start_workers(self._command, [variables])
                 self._pool = self.enter_context(workers)
                 if question not in ("versions", "machine"):

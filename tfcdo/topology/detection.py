@@ -18,8 +18,8 @@ from tfcdo.topology.topology import MEASURED, Topology
 _TIMEOUT_SECONDS = 10.0
 
 
-class _NvidiaSmiError(Exception):
-    """Says why nvidia-smi did not report the GPUs' links."""
+class _UnknownError(Exception):
+    """Says why it is not known what joins some devices."""
 
 
 def detect(devices: Sequence[str]) -> Topology:
@@ -77,7 +77,7 @@ def gpus_of_nvidia_smi() -> tuple[str, ...]:
     """Returns the models of all GPUs that the driver shows; none if nvidia-smi does not run."""
     try:
         names = _run_nvidia_smi("--query-gpu=name", "--format=csv,noheader").splitlines()
-    except _NvidiaSmiError:
+    except _UnknownError:
         return ()
     return tuple(name.strip() for name in names)
 
@@ -100,21 +100,20 @@ def _choose(devices: Sequence[str]) -> tuple[Topology, str]:
     hosts, kinds, indices = _parse_all(devices)
     if set(kinds) == {"CPU"} and len(hosts) < 2:
         return preset("shared_memory", len(devices)), "CPU devices of one host"
-    if set(kinds) != {"GPU"} or len(hosts) > 1:
-        reason = "these are not the CPUs of one host, nor its GPUs; pass topology= to say more"
-        return preset("fully_connected", len(devices)), reason
-    visible_gpus = _visible_gpus(indices)
-    if len(visible_gpus) > len(set(visible_gpus)) == 1:
-        return preset("shared_memory", len(devices)), "logical devices of one GPU"
     try:
+        if set(kinds) != {"GPU"} or len(hosts) > 1:
+            raise _UnknownError("these are not the CPUs of one host, nor its GPUs")
+        visible_gpus = _visible_gpus(indices)
+        if len(visible_gpus) > len(set(visible_gpus)) == 1:
+            return preset("shared_memory", len(devices)), "logical devices of one GPU"
         if len(set(visible_gpus)) < len(visible_gpus):
-            raise _NvidiaSmiError("several of these devices are one GPU")
+            raise _UnknownError("several of these devices are one GPU")
         machine, numbers = _read_nvidia_smi()
         missing = sorted(set(visible_gpus) - set(range(len(numbers))))
         if missing:
-            raise _NvidiaSmiError(f"nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU for {missing}")
+            raise _UnknownError(f"nvidia-smi and CUDA_VISIBLE_DEVICES show no GPU for {missing}")
         return machine.subset([numbers[gpu] for gpu in visible_gpus]), "as nvidia-smi reports"
-    except _NvidiaSmiError as error:
+    except _UnknownError as error:
         machine = preset("fully_connected", len(devices))
         return machine, f"{error}; pass topology= to say what joins them"
 
@@ -155,8 +154,7 @@ def _read_nvidia_smi() -> tuple[Topology, list[int]]:
     try:
         machine = Topology.from_nvidia_smi(_run_nvidia_smi("topo", "-m"))
     except ValueError as error:
-        reason = f"the table of `nvidia-smi topo -m` cannot be read: {error}"
-        raise _NvidiaSmiError(reason) from None
+        raise _UnknownError(f"the table of `nvidia-smi topo -m` cannot be read: {error}") from None
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
     if visible is None:
         return machine, list(range(machine.num_devices))
@@ -176,7 +174,7 @@ def _numbers_by_uuid(beginning: str) -> list[str]:
     for row in _run_nvidia_smi("--query-gpu=uuid,index", "--format=csv,noheader").splitlines():
         found = re.fullmatch(r"(\S+),\s*(\d+)", row.strip())
         if not found:
-            raise _NvidiaSmiError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
+            raise _UnknownError(f"`nvidia-smi --query-gpu=uuid,index` printed {row!r}")
         if found[1].startswith(beginning):
             numbers.append(found[2])
     return numbers
@@ -204,4 +202,4 @@ def _run_nvidia_smi(*arguments: str) -> str:
         problem = f"`{command}` failed with status {error.returncode}: {output}"
     except OSError as error:
         problem = f"`{command}` cannot be run: {error}"
-    raise _NvidiaSmiError(problem)
+    raise _UnknownError(problem)

@@ -175,19 +175,6 @@ class _Clock:
             ops.append((device, functools.partial(self._tf.add_n, values)))
         return self.seconds(ops)
 
-    def nccl(self, count: int) -> float:
-        """Returns the time of an all-reduce by NCCL."""
-        reduce = functools.partial(
-            self._tf.raw_ops.NcclAllReduce,
-            reduction="sum",
-            num_devices=len(self.devices),
-            shared_name=f"tfcdo_measure_{count}_{id(self)}",
-        )
-        values = [self.value(device, count) for device in range(len(self.devices))]
-        return self.seconds(
-            [(device, functools.partial(reduce, input=one)) for device, one in enumerate(values)]
-        )
-
 
 def _topology(name: str, clock: _Clock) -> Topology:
     count = len(clock.devices)
@@ -271,15 +258,23 @@ def _shared_name(clique: Sequence[Pair]) -> str:
 
 
 def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
+    import tensorflow as tf
+
     from tfcdo import tf_internals
 
-    kind = "CPU" if clock.on_cpu else "GPU"
-    if len(clock.devices) < 2 or kind not in tf_internals.device_types_with_kernel("NcclAllReduce"):
+    count, kind = len(clock.devices), "CPU" if clock.on_cpu else "GPU"
+    if count < 2 or kind not in tf_internals.device_types_with_kernel("NcclAllReduce"):
         return ()
     times: list[tuple[int, float]] = []
     for size in _NCCL_SIZES:
         clock.progress(0.8 + 0.05 * len(times), "NCCL")
-        times.append((size, clock.nccl(size // 4)))
+        name = f"tfcdo_measure_{size}_{id(clock)}"
+        reduce = functools.partial(
+            tf.raw_ops.NcclAllReduce, reduction="sum", num_devices=count, shared_name=name
+        )
+        values = (clock.value(device, size // 4) for device in range(count))
+        ops = [(device, functools.partial(reduce, input=one)) for device, one in enumerate(values)]
+        times.append((size, clock.seconds(ops)))
         clock.values.clear()
     return tuple(times)
 
@@ -329,10 +324,7 @@ def parse(content: bytes) -> Measured:
         read = None  # `from_json` says what is wrong.
     if not isinstance(read, dict) or "date" not in read:
         return Measured(Topology.from_json(content.decode("utf-8-sig")), "")
-    try:
-        document = msgspec.convert(of_this_format(read), _MeasuredDocument)
-    except msgspec.MsgspecError as error:
-        raise ValueError(str(error)) from None
+    document = msgspec.convert(of_this_format(read), _MeasuredDocument)
     sizes = [size for size, _ in document.nccl]
     if sizes != sorted({*sizes}):
         raise ValueError(f"nccl must have its sizes in ascending order, each once; got {sizes}")

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
-import functools
 import math
 
 from tfcdo import checks
@@ -60,12 +58,6 @@ def preset(name: str, num_devices: int | None = None) -> Topology:
         raise ValueError(f"name must be one of {', '.join(PRESETS)}; got {name!r}")
     if num_devices is not None:
         checks.check_int("num_devices", num_devices, at_least=1)
-    return _preset(name, num_devices)
-
-
-# Behind the check, because to the cache True and 1.0 are the same as 1.
-@functools.lru_cache(maxsize=64)
-def _preset(name: str, num_devices: int | None) -> Topology:
     count = num_devices or (4 if name == "pcie" else 8)
     is_dgx1 = name.startswith("dgx1")
     # Every two devices have a link: more than 512 would be a mistake, and fill the memory.
@@ -73,8 +65,7 @@ def _preset(name: str, num_devices: int | None) -> Topology:
     if count > most:
         raise ValueError(f"num_devices of {name!r} must be at most {most}; got {count}")
     whole = 8 if is_dgx1 else count
-    machine = Topology.from_routes(name, whole, _routes(name, whole))
-    if name == "shared_memory":
-        # All devices add with the same cores: one adds two float streams at about this rate.
-        machine = dataclasses.replace(machine, addition_bandwidth=10e9, serial_reduction=True)
-    return machine.subset(range(count))
+    # All CPU devices add with the same cores: one adds two float streams at about this rate.
+    shared_cores = {"addition_bandwidth": 10e9, "serial_reduction": True}
+    costs = shared_cores if name == "shared_memory" else {}
+    return Topology.from_routes(name, whole, _routes(name, whole), **costs).subset(range(count))

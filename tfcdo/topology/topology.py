@@ -260,9 +260,8 @@ class Topology:
             for source, target in ordered_pairs(len(devices))
         ]
         name = f"{self.name}{{{','.join(map(str, devices))}}}"
-        part = Topology.from_routes(name, len(devices), routes)
-        costs = self.addition_bandwidth, self.serial_reduction
-        return Topology(name, len(devices), part.resources, part.links, *costs)
+        costs = {one: getattr(self, one) for one in ("addition_bandwidth", "serial_reduction")}
+        return Topology.from_routes(name, len(devices), routes, **costs)
 
     def to_json(self) -> str:
         """Returns this topology as a JSON text, which `from_json` reads.
@@ -320,7 +319,6 @@ class Topology:
           >>> Topology.from_json(pcie.to_json()) == pcie
           True
         """
-        content = None
         try:
             content = of_this_format(json.loads(text))
             document = msgspec.convert(content, TopologyDocument)
@@ -384,16 +382,12 @@ def encode(document: Any) -> str:
     """Returns a document as a JSON text, with each entry of a list on a line, for people."""
     lines = []
     for name, value in msgspec.to_builtins(document).items():
-        text = _on_one_line(value)
-        if isinstance(value, (list, tuple)):
-            text = "[" + ",".join(f"\n    {_on_one_line(entry)}" for entry in value) + "\n  ]"
+        is_list = isinstance(value, (list, tuple))
+        encoded = map(msgspec.json.encode, value if is_list else [value])  # Infinity is null.
+        texts = [msgspec.json.format(one, indent=0).decode() for one in encoded]
+        text = "[" + ",".join(f"\n    {one}" for one in texts) + "\n  ]" if is_list else texts[0]
         lines.append(f'  "{name}": {text}')
     return "{\n" + ",\n".join(lines) + "\n}"
-
-
-def _on_one_line(value: Any) -> str:
-    """Returns a value as JSON; infinity is null."""
-    return msgspec.json.format(msgspec.json.encode(value), indent=0).decode()
 
 
 def of_this_format(content: Any) -> Any:

@@ -434,7 +434,7 @@ def _in_order_of_replicas(own: Function, v: Any, strategy: tf.distribute.Strateg
 class WeightComparison:
     """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
 
-    def __init__(self, model: Any, trains: bool = True) -> None:
+    def __init__(self, model: Any, trains: bool) -> None:
         self._strategy = model.distribute_strategy
         made = (one for one in model.variables if keras_internals.value_of(one).trainable)
         self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.

@@ -202,13 +202,14 @@ def moments(own: Callable[..., Any], layer: Any, inputs: Any, mask: Any) -> Any:
     if mask is not None:
         weights = tf.cast(tf.expand_dims(mask, -1), inputs.dtype)
     weights = here.keep(tf.broadcast_to(weights, tf.shape(inputs)))
-    count = tf.reduce_sum(weights, axes)
+    sums = tf.reduce_sum(weights, axes), tf.reduce_sum(inputs * weights, axes)
+    # In one value, which is alone: a wire dtype leaves it exact.
+    count, total = tf.unstack(step.summed(tf.stack(sums)))
     # Sums of the differences from a mean: the difference of two large numbers has few digits.
-    count, total = _together([count, tf.reduce_sum(inputs * weights, axes)])
     mean = tf.math.divide_no_nan(total, count)
     shape = [-1 if axis not in axes else 1 for axis in range(len(inputs.shape))]
     squares = tf.square(inputs - tf.reshape(mean, shape)) * weights
-    [square] = _together([tf.reduce_sum(squares, axes)])
+    square = step.summed(tf.reduce_sum(squares, axes))
     return mean, tf.math.divide_no_nan(square, count)
 
 
@@ -219,8 +220,3 @@ def synchronized(own: Callable[..., Any], x: Any, *args: Any) -> Any:
         return own(x, *args)
     # So does a gradient of a user's own, which TensorFlow's all-reduce hands on.
     return [step.with_kept_gradient(one, one) for one in own(here.without_stand_in(x), *args)]
-
-
-def _together(values: Sequence[tf.Tensor]) -> list[tf.Tensor]:
-    """Sums vectors of one size over all replicas; alone, so that a wire dtype leaves them exact."""
-    return list(tf.unstack(step.summed(tf.stack(values))))
