@@ -170,6 +170,12 @@ class _Wrong(Sum):
         return result if isinstance(result, tuple) else ([result], state)
 
 
+def _rehearse(**returned: Any) -> None:
+    methods = {name: lambda *_, value=value: value for name, value in returned.items()}
+    own = dataclasses.make_dataclass("Own", [], bases=(Sum,), frozen=True, namespace=methods)
+    Rehearsal(own(), [(10,)]).step([[np.ones(10, np.float32)]] * 2)
+
+
 class BrokenTest(parameterized.TestCase):
     @parameterized.parameters(
         ("leaves out", lambda flat, peers: flat),
@@ -185,6 +191,9 @@ class BrokenTest(parameterized.TestCase):
         ("must return a state like", lambda flat, p: ([p.all_reduce(flat)], {"more": flat})),
         ("must return a state like", lambda flat, p: ([p.all_reduce(flat)], {"kept": flat})),
         ("a finite state", lambda flat, p: ([p.all_reduce(flat)], {"kept": np.nan * flat[0]})),
+        ("a list of sums and a dict", lambda flat, p: ([p.all_reduce(flat)], None)),
+        (r"returns \[array", lambda flat, p: p.all_reduce(flat).numpy()),
+        ("a row for each of the 2 hosts; got .*10", lambda flat, p: p.all_to_all(flat)),
         ("sum 0 differs between hosts 0 and 1", lambda flat, p: p.all_reduce(flat) + float(p.rank)),
     )
     def test_it_is_refused(self, pattern, way):
@@ -216,6 +225,8 @@ class BrokenTest(parameterized.TestCase):
         ("shapes must be a list .* got .3,", Rehearsal, {**_REHEARSED, "shapes": (3,)}),
         ("shapes must be of one vector, .* got .*3", Rehearsal, {**_REHEARSED, "shapes": [(2, 3)]}),
         ("dtype must be 'float32' or .* got 'no'", Rehearsal, {**_REHEARSED, "dtype": "no"}),
+        (r"cost must return a list of Collective; .* returns \[40\]", _rehearse, {"cost": [40]}),
+        ("state must return a dict of .*; .* returns .*0.5", _rehearse, {"state": {"kept": 0.5}}),
         ("hosts must be at least 2; got 1", Rehearsal, {**_REHEARSED, "hosts": 1}),
     )
     def test_arguments(self, pattern, make, arguments):
@@ -268,8 +279,9 @@ class CastsTest(tf.test.TestCase, parameterized.TestCase):
     def test_small_terms_are_not_swallowed(self, wire, large):
         """Added in 16 bits, a sum of this size stays what it is when 1 is added."""
         values = [np.full([9], one, np.float32) for one in (large, 1.0, 1.0, 1.0, 1.0)]
-        total = self.step(Rehearsal(BY_NAME[wire], [(9,)], 5), values)
-        self.assertAllEqual(np.full([9], large + 4.0), total)
+        for exchange in (BY_NAME[wire], _Wrong(lambda flat, p: p.all_reduce(tf.cast(flat, wire)))):
+            total = self.step(Rehearsal(exchange, [(9,)], 5), values)
+            self.assertAllEqual(np.full([9], large + 4.0), total)
 
     @parameterized.parameters(("float16", 300), ("int8", 300), ("int8", 1))
     def test_what_casts_lose_comes_in_later_steps(self, wire, size):

@@ -7,7 +7,7 @@ import concurrent.futures
 import dataclasses
 import math
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -81,7 +81,7 @@ class Peers(Protocol):
     size: int
 
     def all_reduce(self, tensor: Any) -> Any:
-        """Adds up the hosts' tensors."""
+        """Adds up the hosts' tensors; the sum of 16-bit floats is a float32."""
 
     def all_to_all(self, rows: Any) -> Any:
         """Sends row `h` of a tensor to host `h`; returns the rows that arrive, in their order."""
@@ -152,6 +152,24 @@ class Exchange(Protocol):
         """
 
 
+def state_of(exchange: Exchange, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
+    """Returns the state of an exchange in the first step, checked."""
+    given = exchange.state(pack, hosts)
+    arrays = given.values() if isinstance(given, Mapping) else [None]
+    if not all(isinstance(array, (np.ndarray, np.generic)) for array in arrays):
+        raise TypeError(f"state must return a dict of numpy arrays; {exchange} returns {given!r}")
+    return dict(given)
+
+
+def calls_of(exchange: Exchange, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
+    """Returns the calls that an exchange makes in a step, checked."""
+    given = exchange.cost(pack, hosts)
+    calls = tuple(given) if isinstance(given, Iterable) else (None,)
+    if not all(isinstance(call, Collective) for call in calls):
+        raise TypeError(f"cost must return a list of Collective; {exchange} returns {given!r}")
+    return calls
+
+
 class CheckedPeers(abc.ABC):
     """`Peers` that hold an exchange to its cost; subclasses emit the calls."""
 
@@ -159,7 +177,7 @@ class CheckedPeers(abc.ABC):
         self.rank, self.size = rank, size
         self.calls: list[Collective] = []
         self._exchange, self._spec = exchange, spec
-        self._cost = tuple(exchange.cost(spec, size))
+        self._cost = calls_of(exchange, spec, size)
 
     @abc.abstractmethod
     def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
@@ -182,7 +200,15 @@ class CheckedPeers(abc.ABC):
         return self._checked("broadcast", tensor)
 
     def _checked(self, kind: Kind, tensor: Any) -> Any:
+        import tensorflow as tf
+
+        tensor = tf.convert_to_tensor(tensor)
         number, dtype = len(self.calls), tensor.dtype.name
+        if kind == "all_to_all" and not tensor.shape[:1].is_compatible_with([self.size]):
+            raise RuntimeError(
+                f"peers.all_to_all must get a row for each of the {self.size} hosts; got the shape "
+                f"{tensor.shape} from {self._exchange}"
+            )
         itemsize = dtypes.itemsize(dtypes.SUM_DTYPE.get(dtype, dtype))
         if kind != "all_reduce":
             itemsize = dtypes.itemsize(dtype)
@@ -206,35 +232,44 @@ class CheckedPeers(abc.ABC):
             )
         return self.emit(kind, tensor, number)
 
-    def check_end(
-        self,
-        tensors: Sequence[Any],
-        sums: Sequence[Any],
-        state: Mapping[str, Any],
-        changed: Mapping[str, Any],
-    ) -> None:
-        """Raises a `RuntimeError` unless all calls were made and the results are as they must."""
+    def run(
+        self, tensors: Sequence[Any], state: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Runs the exchange; raises a `RuntimeError` unless its calls and results are correct."""
+        result = self._exchange.run(tensors, state, self)
         if len(self.calls) < len(self._cost):
             raise RuntimeError(
                 f"run must make the calls that cost lists; {self._exchange} leaves out "
                 f"{self._cost[len(self.calls) :]}"
             )
+        sums, changed = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
+        if not isinstance(sums, Sequence) or not isinstance(changed, Mapping):
+            raise RuntimeError(
+                "run must return a list of sums and a dict of the next state; "
+                f"{self._exchange} returns {result}"
+            )
         names = [tensor.dtype.name for tensor in tensors]
         wanted = [dtypes.SUM_DTYPE.get(name, name) for name in names]
         shapes = [tensor.shape for tensor in tensors]
-        if [total.dtype.name for total in sums] != wanted or not all(
-            total.shape.is_compatible_with(shape) for total, shape in zip(sums, shapes, strict=True)
-        ):
+        if len(sums) != len(tensors) or not all(map(_is_like, sums, wanted, shapes)):
             raise RuntimeError(
                 f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
             )
         if state.keys() != changed.keys() or not all(
-            new.dtype == state[name].dtype and new.shape.is_compatible_with(state[name].shape)
-            for name, new in changed.items()
+            _is_like(changed[name], old.dtype.name, old.shape) for name, old in state.items()
         ):
             raise RuntimeError(
                 f"run must return a state like {state}; {self._exchange} returns {changed}"
             )
+        return sums, changed
+
+
+def _is_like(value: Any, dtype: str, shape: Any) -> bool:
+    """Returns whether a value is a tensor of a dtype and shape."""
+    import tensorflow as tf
+
+    is_of_dtype = tf.is_tensor(value) and value.dtype.name == dtype
+    return bool(is_of_dtype and value.shape.is_compatible_with(shape))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +373,7 @@ class Rehearsal:
             raise ValueError(
                 f"shapes must be of one vector, as {exchange} has no whole_values; got {shapes!r}"
             )
-        self.states = [dict(exchange.state(self.spec, hosts)) for _ in range(hosts)]
+        self.states = [state_of(exchange, self.spec, hosts) for _ in range(hosts)]
         self.calls: list[Collective] = []
 
     def step(self, values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -392,8 +427,7 @@ class Rehearsal:
                 given = [tf.constant(tensor, self.spec.dtype) for tensor in values[host]]
                 state = {name: tf.constant(value) for name, value in self.states[host].items()}
                 peers = _Threads(self.exchange, self.spec, host, room)
-                sums, changed = self.exchange.run(given, state, peers)
-                peers.check_end(given, sums, state, changed)
+                sums, changed = peers.run(given, state)
                 of_floats = [value for value in changed.values() if value.dtype.is_floating]
                 if not all(tf.reduce_all(tf.math.is_finite(value)) for value in of_floats):
                     raise RuntimeError(
@@ -437,7 +471,8 @@ class _Threads(CheckedPeers):
         arrays = [by_host[host] for host in range(self.size)]
         match kind:
             case "all_reduce":
-                result = np.sum(np.stack(arrays), axis=0, dtype=arrays[0].dtype)
+                wide = dtypes.SUM_DTYPE.get(tensor.dtype.name, tensor.dtype)
+                result = tf.add_n([tf.cast(array, wide) for array in arrays])
             case "all_to_all":
                 result = np.stack([array[self.rank] for array in arrays])
             case "all_gather":
