@@ -245,8 +245,9 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = _exchanged(plan, index, total, root, runtime)
     if pack.kind == "concat":
         return total
-    divide, dtype = pack.root.divide, tf.as_dtype(pack.dtype)
-    with tf.device(root):
+    assert pack.tree is not None
+    divide, dtype, node = pack.root.divide, tf.as_dtype(pack.dtype), pack.tree.root
+    with tf.device(root), tf.name_scope(f"reduce/{node}to{node}"):
         if pack.kind == "rows":
             return [
                 tf.IndexedSlices(
