@@ -5,9 +5,10 @@ from __future__ import annotations
 import abc
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import threading
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any, ClassVar, Literal, Protocol, runtime_checkable
 
 import numpy as np
@@ -152,22 +153,18 @@ class Exchange(Protocol):
         """
 
 
-def state_of(exchange: Exchange, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
+def state_of(exchange: Exchange, pack: PackSpec, hosts: int) -> Mapping[str, np.ndarray]:
     """Returns the state of an exchange in the first step, checked."""
-    given = exchange.state(pack, hosts)
-    arrays = given.values() if isinstance(given, Mapping) else [None]
+    state = exchange.state(pack, hosts)
+    arrays = state.values() if isinstance(state, Mapping) else [None]
     if not all(isinstance(array, (np.ndarray, np.generic)) for array in arrays):
-        raise TypeError(f"state must return a dict of numpy arrays; {exchange} returns {given!r}")
-    return dict(given)
+        raise TypeError(f"the state of {exchange} must be a dict of numpy arrays; got {state!r}")
+    return state
 
 
 def calls_of(exchange: Exchange, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
     """Returns the calls that an exchange makes in a step, checked."""
-    given = exchange.cost(pack, hosts)
-    calls = tuple(given) if isinstance(given, Iterable) else (None,)
-    if not all(isinstance(call, Collective) for call in calls):
-        raise TypeError(f"cost must return a list of Collective; {exchange} returns {given!r}")
-    return calls
+    return checks.check_items(f"the cost of {exchange}", exchange.cost(pack, hosts), Collective)
 
 
 class CheckedPeers(abc.ABC):
@@ -182,22 +179,6 @@ class CheckedPeers(abc.ABC):
     @abc.abstractmethod
     def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
         """Emits a call, one of several that have a number."""
-
-    def all_reduce(self, tensor: Any) -> Any:
-        """Adds up the hosts' tensors."""
-        return self._checked("all_reduce", tensor)
-
-    def all_to_all(self, rows: Any) -> Any:
-        """Sends row `h` of a tensor to host `h`; returns the rows that arrive."""
-        return self._checked("all_to_all", rows)
-
-    def all_gather(self, rows: Any) -> Any:
-        """Concatenates the hosts' tensors along the first axis."""
-        return self._checked("all_gather", rows)
-
-    def broadcast(self, tensor: Any) -> Any:
-        """Returns host 0's tensor."""
-        return self._checked("broadcast", tensor)
 
     def _checked(self, kind: Kind, tensor: Any) -> Any:
         import tensorflow as tf
@@ -232,44 +213,42 @@ class CheckedPeers(abc.ABC):
             )
         return self.emit(kind, tensor, number)
 
+    all_reduce = functools.partialmethod(_checked, "all_reduce")
+    all_to_all = functools.partialmethod(_checked, "all_to_all")
+    all_gather = functools.partialmethod(_checked, "all_gather")
+    broadcast = functools.partialmethod(_checked, "broadcast")
+
     def run(
         self, tensors: Sequence[Any], state: Mapping[str, Any]
     ) -> tuple[Sequence[Any], Mapping[str, Any]]:
         """Runs the exchange; raises a `RuntimeError` unless its calls and results are correct."""
+        import tensorflow as tf
+
         result = self._exchange.run(tensors, state, self)
         if len(self.calls) < len(self._cost):
             raise RuntimeError(
                 f"run must make the calls that cost lists; {self._exchange} leaves out "
                 f"{self._cost[len(self.calls) :]}"
             )
-        sums, changed = result if isinstance(result, tuple) and len(result) == 2 else (None, None)
-        if not isinstance(sums, Sequence) or not isinstance(changed, Mapping):
-            raise RuntimeError(
-                "run must return a list of sums and a dict of the next state; "
-                f"{self._exchange} returns {result}"
-            )
         names = [tensor.dtype.name for tensor in tensors]
         wanted = [dtypes.SUM_DTYPE.get(name, name) for name in names]
         shapes = [tensor.shape for tensor in tensors]
-        if len(sums) != len(tensors) or not all(map(_is_like, sums, wanted, shapes)):
-            raise RuntimeError(
-                f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
+        specs = (
+            tuple(map(tf.TensorSpec, shapes, wanted)),
+            {name: tf.TensorSpec(old.shape, old.dtype) for name, old in state.items()},
+        )
+        try:
+            are_like = tf.nest.map_structure(
+                tf.TensorSpec.is_compatible_with, specs, result, check_types=False
             )
-        if state.keys() != changed.keys() or not all(
-            _is_like(changed[name], old.dtype.name, old.shape) for name, old in state.items()
-        ):
+        except (TypeError, ValueError):  # It is another structure.
+            are_like = False
+        if not all(tf.nest.flatten(are_like)):
             raise RuntimeError(
-                f"run must return a state like {state}; {self._exchange} returns {changed}"
+                f"run must return sums of {wanted} and {shapes}, in a list, and must return a "
+                f"state like {state}, in a dict; {self._exchange} returns {result}"
             )
-        return sums, changed
-
-
-def _is_like(value: Any, dtype: str, shape: Any) -> bool:
-    """Returns whether a value is a tensor of a dtype and shape."""
-    import tensorflow as tf
-
-    is_of_dtype = tf.is_tensor(value) and value.dtype.name == dtype
-    return bool(is_of_dtype and value.shape.is_compatible_with(shape))
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -373,7 +352,7 @@ class Rehearsal:
             raise ValueError(
                 f"shapes must be of one vector, as {exchange} has no whole_values; got {shapes!r}"
             )
-        self.states = [state_of(exchange, self.spec, hosts) for _ in range(hosts)]
+        self.states = [dict(state_of(exchange, self.spec, hosts)) for _ in range(hosts)]
         self.calls: list[Collective] = []
 
     def step(self, values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
