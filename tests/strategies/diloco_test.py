@@ -20,6 +20,8 @@ EXAMPLES = 37
 _sgd = functools.partial(ko.SGD, 0.1)  # A mean of its parameters is a step with a mean gradient.
 # With it, hosts differ; it is less sensitive to rounding than by default.
 _adam = functools.partial(ko.Adam, 0.02, epsilon=1e-3)
+_half = ko.schedules.PiecewiseConstantDecay([0], [0.7, 0.35])  # After the first exchange.
+_halving = functools.partial(ko.SGD, _half, momentum=0.9, nesterov=True)
 _plain = functools.partial(ko.SGD, 1.0)  # As the outer optimizer, it averages.
 
 
@@ -92,14 +94,13 @@ def fragments(strategy: Any) -> dict[str, np.ndarray]:
     """
     at_once = {"steps_per_execution": 2, "jit_compile": True}
     scaling = lambda: ko.LossScaleOptimizer(_adam(), 16.0)  # noqa: E731
-    return _train(_outer(strategy, 4, None, 2), scaling, _Saved(), **at_once)
+    return _train(_outer(strategy, 4, _halving, 2), scaling, _Saved(), **at_once)
 
 
 def scaled(strategy: Any) -> dict[str, np.ndarray]:
     """Exchanges after each sixth step, the third update; scales losses, and shards the state."""
-    sharding = _outer(strategy, 3, shard_optimizer_state=True)
-    accumulating = functools.partial(_adam, gradient_accumulation_steps=2)
-    return _train(sharding, lambda: ko.LossScaleOptimizer(accumulating(), 16.0))
+    other = _outer(strategy, 3, shard_optimizer_state=True)
+    return _train(other, lambda: ko.LossScaleOptimizer(_adam(gradient_accumulation_steps=2), 16.0))
 
 
 def int8(strategy: Any) -> dict[str, np.ndarray]:
@@ -208,7 +209,7 @@ class _Host:
         self._gradients.clear()
 
 
-def _simulate(every, fragments=(0, 0), accumulated=1):
+def _simulate(every, fragments=(0, 0), accumulated=1, later=0.7):
     """Returns the common parameters after the first epoch, and at the end."""
     common = [one.astype(np.float64) for one in model_with("sgd").get_weights()]
     velocity = [np.zeros_like(one) for one in common]
@@ -223,10 +224,11 @@ def _simulate(every, fragments=(0, 0), accumulated=1):
 
     def exchange(fragment, begun, counted):
         """Exchanges the parameters with which the last step began; what it changed is kept."""
+        rate = later if last[fragment] else 0.7
         for at in np.flatnonzero(np.equal(fragments, fragment)):
             mean = np.average([value[at] for value in begun], axis=0, weights=counted[fragment])
-            velocity[at] = 0.9 * velocity[at] - 0.7 * (common[at] - mean)
-            common[at] = common[at] + 0.9 * velocity[at] - 0.7 * (common[at] - mean)
+            velocity[at] = 0.9 * velocity[at] - rate * (common[at] - mean)
+            common[at] = common[at] + 0.9 * velocity[at] - rate * (common[at] - mean)
             for host, before in zip(hosts, begun, strict=True):
                 host.values[at] = common[at] + (host.values[at] - before[at])
         examples[fragment] -= counted[fragment]
@@ -275,7 +277,7 @@ class DiLoCoTest(tf.test.TestCase):
             ("alone", expected),
             ("two_optimizers", expected),
             ("own_loop", expected),
-            ("fragments", _simulate(4, fragments=(0, 1))[1]),
+            ("fragments", _simulate(4, fragments=(0, 1), later=0.35)[1]),
             ("scaled", _simulate(3, accumulated=2)[1]),
         ):
             with self.subTest(name):

@@ -30,9 +30,9 @@ _STEPS = 3
 _DEVICES = 3
 
 
-def step_on(ops: Any, devices: Sequence[int]) -> Any:
+def step_on(ops: Any, devices: Sequence[int], op: Any = tu.SUM, dtype: Any = tf.float32) -> Any:
     names = [tu.device_name(device) for device in devices]
-    values = tu.per_replica([tf.ones([60_000])] * len(names), names)
+    values = tu.per_replica([tf.ones([60_000], dtype)] * len(names), names)
 
     @tf.function
     def step() -> Any:
@@ -41,7 +41,7 @@ def step_on(ops: Any, devices: Sequence[int]) -> Any:
             with tf.name_scope("computation"), tf.device(name):
                 factors.append(tf.math.sin(value))
         own = tf_internals.per_replica(factors)
-        return ops.reduce(tu.SUM, own, own).values
+        return ops.reduce(op, own, own).values
 
     return step
 
@@ -133,9 +133,11 @@ class OtherPlansTest(tf.test.TestCase):
         self.assertEqual(before, recently_planned())
 
     def test_copies_that_are_cast_are_found(self):
-        step = step_on(tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16"), range(_DEVICES))
-        step()
-        self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 1))
+        ops = tfcdo.ReductionToOneDevice("CPU:1", wire_dtype="bfloat16")
+        for asked in ((tu.SUM, tf.float32), (tu.MEAN, tf.bfloat16)):
+            step = step_on(ops, range(_DEVICES), *asked)
+            step()
+            self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 1))
 
 
 class ArgumentsTest(parameterized.TestCase):

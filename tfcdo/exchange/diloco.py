@@ -21,8 +21,8 @@ class DiLoCo:
       every: the number of updates of the weights from one exchange to the next.
       optimizer: makes the outer Keras optimizer, whose gradient is the mean over the hosts of the
         last common parameters less the current ones: a function without arguments, or a name or
-        configuration that `keras.optimizers.get` takes. It is called on each host after the
-        strategy has been made, because TensorFlow must not start before. None for
+        configuration that `keras.optimizers.get` takes. It is called on each host, for
+        each fragment, after the strategy, before which TensorFlow must not start. None for
         `SGD(0.7, momentum=0.9, nesterov=True)`.
       fragments: the number of groups that the parameters are divided into. Each group is exchanged
         every `every` updates, and a group every `every / fragments` updates. The bytes are the

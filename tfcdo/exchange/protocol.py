@@ -5,6 +5,7 @@ from __future__ import annotations
 import abc
 import concurrent.futures
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Mapping, Sequence
@@ -81,7 +82,7 @@ class Peers(Protocol):
     size: int
 
     def all_reduce(self, tensor: Any) -> Any:
-        """Adds up the hosts' tensors."""
+        """Adds up the hosts' tensors; the sum of 16-bit floats is a float32."""
 
     def all_to_all(self, rows: Any) -> Any:
         """Sends row `h` of a tensor to host `h`; returns the rows that arrive, in their order."""
@@ -152,6 +153,20 @@ class Exchange(Protocol):
         """
 
 
+def state_of(exchange: Exchange, pack: PackSpec, hosts: int) -> Mapping[str, np.ndarray]:
+    """Returns the state of an exchange in the first step, checked."""
+    state = exchange.state(pack, hosts)
+    arrays = state.values() if isinstance(state, Mapping) else [None]
+    if not all(isinstance(array, (np.ndarray, np.generic)) for array in arrays):
+        raise TypeError(f"the state of {exchange} must be a dict of numpy arrays; got {state!r}")
+    return state
+
+
+def calls_of(exchange: Exchange, pack: PackSpec, hosts: int) -> tuple[Collective, ...]:
+    """Returns the calls that an exchange makes in a step, checked."""
+    return checks.check_items(f"the cost of {exchange}", exchange.cost(pack, hosts), Collective)
+
+
 class CheckedPeers(abc.ABC):
     """`Peers` that hold an exchange to its cost; subclasses emit the calls."""
 
@@ -159,30 +174,22 @@ class CheckedPeers(abc.ABC):
         self.rank, self.size = rank, size
         self.calls: list[Collective] = []
         self._exchange, self._spec = exchange, spec
-        self._cost = tuple(exchange.cost(spec, size))
+        self._cost = calls_of(exchange, spec, size)
 
     @abc.abstractmethod
     def emit(self, kind: Kind, tensor: Any, number: int) -> Any:
         """Emits a call, one of several that have a number."""
 
-    def all_reduce(self, tensor: Any) -> Any:
-        """Adds up the hosts' tensors."""
-        return self._checked("all_reduce", tensor)
-
-    def all_to_all(self, rows: Any) -> Any:
-        """Sends row `h` of a tensor to host `h`; returns the rows that arrive."""
-        return self._checked("all_to_all", rows)
-
-    def all_gather(self, rows: Any) -> Any:
-        """Concatenates the hosts' tensors along the first axis."""
-        return self._checked("all_gather", rows)
-
-    def broadcast(self, tensor: Any) -> Any:
-        """Returns host 0's tensor."""
-        return self._checked("broadcast", tensor)
-
     def _checked(self, kind: Kind, tensor: Any) -> Any:
+        import tensorflow as tf
+
+        tensor = tf.convert_to_tensor(tensor)
         number, dtype = len(self.calls), tensor.dtype.name
+        if kind == "all_to_all" and not tensor.shape[:1].is_compatible_with([self.size]):
+            raise RuntimeError(
+                f"peers.all_to_all must get a row for each of the {self.size} hosts; got the shape "
+                f"{tensor.shape} from {self._exchange}"
+            )
         itemsize = dtypes.itemsize(dtypes.SUM_DTYPE.get(dtype, dtype))
         if kind != "all_reduce":
             itemsize = dtypes.itemsize(dtype)
@@ -206,14 +213,18 @@ class CheckedPeers(abc.ABC):
             )
         return self.emit(kind, tensor, number)
 
-    def check_end(
-        self,
-        tensors: Sequence[Any],
-        sums: Sequence[Any],
-        state: Mapping[str, Any],
-        changed: Mapping[str, Any],
-    ) -> None:
-        """Raises a `RuntimeError` unless all calls were made and the results are as they must."""
+    all_reduce = functools.partialmethod(_checked, "all_reduce")
+    all_to_all = functools.partialmethod(_checked, "all_to_all")
+    all_gather = functools.partialmethod(_checked, "all_gather")
+    broadcast = functools.partialmethod(_checked, "broadcast")
+
+    def run(
+        self, tensors: Sequence[Any], state: Mapping[str, Any]
+    ) -> tuple[Sequence[Any], Mapping[str, Any]]:
+        """Runs the exchange; raises a `RuntimeError` unless its calls and results are correct."""
+        import tensorflow as tf
+
+        result = self._exchange.run(tensors, state, self)
         if len(self.calls) < len(self._cost):
             raise RuntimeError(
                 f"run must make the calls that cost lists; {self._exchange} leaves out "
@@ -222,19 +233,22 @@ class CheckedPeers(abc.ABC):
         names = [tensor.dtype.name for tensor in tensors]
         wanted = [dtypes.SUM_DTYPE.get(name, name) for name in names]
         shapes = [tensor.shape for tensor in tensors]
-        if [total.dtype.name for total in sums] != wanted or not all(
-            total.shape.is_compatible_with(shape) for total, shape in zip(sums, shapes, strict=True)
-        ):
-            raise RuntimeError(
-                f"run must return sums of {wanted} and {shapes}; {self._exchange} returns {sums}"
+        specs = (
+            tuple(map(tf.TensorSpec, shapes, wanted)),
+            {name: tf.TensorSpec(old.shape, old.dtype) for name, old in state.items()},
+        )
+        try:
+            are_like = tf.nest.map_structure(
+                tf.TensorSpec.is_compatible_with, specs, result, check_types=False
             )
-        if state.keys() != changed.keys() or not all(
-            new.dtype == state[name].dtype and new.shape.is_compatible_with(state[name].shape)
-            for name, new in changed.items()
-        ):
+        except (TypeError, ValueError):  # It is another structure.
+            are_like = False
+        if not all(tf.nest.flatten(are_like)):
             raise RuntimeError(
-                f"run must return a state like {state}; {self._exchange} returns {changed}"
+                f"run must return sums of {wanted} and {shapes}, in a list, and must return a "
+                f"state like {state}, in a dict; {self._exchange} returns {result}"
             )
+        return result
 
 
 @dataclasses.dataclass(frozen=True)
@@ -338,7 +352,7 @@ class Rehearsal:
             raise ValueError(
                 f"shapes must be of one vector, as {exchange} has no whole_values; got {shapes!r}"
             )
-        self.states = [dict(exchange.state(self.spec, hosts)) for _ in range(hosts)]
+        self.states = [dict(state_of(exchange, self.spec, hosts)) for _ in range(hosts)]
         self.calls: list[Collective] = []
 
     def step(self, values: Sequence[Sequence[np.ndarray]]) -> list[np.ndarray]:
@@ -392,8 +406,7 @@ class Rehearsal:
                 given = [tf.constant(tensor, self.spec.dtype) for tensor in values[host]]
                 state = {name: tf.constant(value) for name, value in self.states[host].items()}
                 peers = _Threads(self.exchange, self.spec, host, room)
-                sums, changed = self.exchange.run(given, state, peers)
-                peers.check_end(given, sums, state, changed)
+                sums, changed = peers.run(given, state)
                 of_floats = [value for value in changed.values() if value.dtype.is_floating]
                 if not all(tf.reduce_all(tf.math.is_finite(value)) for value in of_floats):
                     raise RuntimeError(
@@ -437,7 +450,8 @@ class _Threads(CheckedPeers):
         arrays = [by_host[host] for host in range(self.size)]
         match kind:
             case "all_reduce":
-                result = np.sum(np.stack(arrays), axis=0, dtype=arrays[0].dtype)
+                wide = dtypes.SUM_DTYPE.get(tensor.dtype.name, tensor.dtype)
+                result = tf.add_n([tf.cast(array, wide) for array in arrays])
             case "all_to_all":
                 result = np.stack([array[self.rank] for array in arrays])
             case "all_gather":

@@ -232,8 +232,7 @@ class Collectives:
         """Runs an exchange of tensors of one device of each host; returns sums and new state."""
         peers = _RootPeers(exchange, spec, self, device)
         with tf.device(device):
-            sums, changed = exchange.run(tensors, state, peers)
-            peers.check_end(tensors, sums, state, changed)
+            sums, changed = peers.run(tensors, state)
             wide = [tf.cast(own, total.dtype) for own, total in zip(tensors, sums, strict=True)]
             joint = _gradient_of_sums(self.network, (device,))
             return joint.of(sums, wide, (device,) * len(wide)), changed

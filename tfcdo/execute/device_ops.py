@@ -120,10 +120,10 @@ def upcast_dtype(dtype: tf.DType) -> tf.DType:
     return _WIDER.get(dtype, dtype)
 
 
-def upcast(value: tf.Tensor) -> tf.Tensor:
+def upcast(value: tf.Tensor, name: str | None = None) -> tf.Tensor:
     """Casts a value to the dtype that sums are formed in: 16-bit floats to 32 bits."""
     # No call where nothing is cast: with thousands of values, calls take noticeable time.
-    return tf.cast(value, _WIDER[value.dtype]) if value.dtype in _WIDER else value
+    return tf.cast(value, _WIDER[value.dtype], name) if value.dtype in _WIDER else value
 
 
 def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
@@ -131,7 +131,7 @@ def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     if len(values) == 1:
         return values[0]
     # All are tensors already, so the conversions and checks of tf.add_n are not needed.
-    return tf.raw_ops.AddN(inputs=[upcast(value) for value in values], name=name)
+    return tf.raw_ops.AddN(inputs=[upcast(value, f"{name}/Cast") for value in values], name=name)
 
 
 def finish(total: tf.Tensor, divide: int | None, dtype: tf.DType) -> tf.Tensor:

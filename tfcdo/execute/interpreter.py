@@ -19,6 +19,7 @@ import tensorflow as tf
 
 from tfcdo import tf_internals
 from tfcdo.exchange import rounding
+from tfcdo.exchange.protocol import state_of
 from tfcdo.execute import device_ops, nccl, rows
 from tfcdo.execute.between import Collectives, Network, begin_collectives
 from tfcdo.execute.device_ops import PackCodec
@@ -244,8 +245,9 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = _exchanged(plan, index, total, root, runtime)
     if pack.kind == "concat":
         return total
-    divide, dtype = pack.root.divide, tf.as_dtype(pack.dtype)
-    with tf.device(root):
+    assert pack.tree is not None
+    divide, dtype, node = pack.root.divide, tf.as_dtype(pack.dtype), pack.tree.root
+    with tf.device(root), tf.name_scope(f"reduce/{node}to{node}"):
         if pack.kind == "rows":
             return [
                 tf.IndexedSlices(
@@ -263,7 +265,7 @@ def _exchanged(
     pack = plan.packs[index]
     exchange, spec = pack.root.exchange, plan.spec(pack)
     assert exchange is not None and runtime.collectives is not None and pack.tree is not None
-    initial = exchange.state(spec, plan.hosts)
+    initial = state_of(exchange, spec, plan.hosts)
     variables = {}
     if runtime.residuals is not None:
         make, root_node = runtime.residuals.variable, pack.tree.root

@@ -23,7 +23,7 @@ import msgspec
 
 from tfcdo.exchange import dtypes
 from tfcdo.exchange.casts import Cast
-from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, identity
+from tfcdo.exchange.protocol import Collective, Exchange, PackSpec, calls_of, identity, state_of
 from tfcdo.plan.copy_tree import CopyTree
 
 
@@ -294,7 +294,7 @@ class Plan:
         """Returns `stateful`; `stateful[p]` is the exchange of pack `p` if it keeps state."""
         exchanges = [(pack, pack.root.exchange) for pack in self.packs]
         return tuple(
-            exchange if exchange and exchange.state(self.spec(pack), self.hosts) else None
+            exchange if exchange and state_of(exchange, self.spec(pack), self.hosts) else None
             for pack, exchange in exchanges
         )
 
@@ -345,7 +345,7 @@ class Plan:
     def exchanged(self, pack: Pack) -> Sequence[Collective]:
         """Returns the collectives of the exchange of a dense pack; none on one host."""
         exchange = pack.root.exchange
-        return () if exchange is None else tuple(exchange.cost(self.spec(pack), self.hosts))
+        return () if exchange is None else calls_of(exchange, self.spec(pack), self.hosts)
 
     def gathered_dtypes(self, pack: Pack) -> set[str]:
         """Returns the dtypes of the tensors of a pack that are gathered between hosts."""

@@ -41,7 +41,6 @@ class OuterState(tf.Module):
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = deal_owners(sizes, settings.fragments)
         self.overlaps = settings.fragments > 1  # Exchanges run while the next step is computed.
-        make = settings.optimizer or _DEFAULT
         # Parameters of the last exchange, once steps have followed it; equal on all hosts.
         self.common = [
             # With trainable=False it would be a statistic, whose value differs between replicas.
@@ -50,11 +49,10 @@ class OuterState(tf.Module):
             )
             for one in self.trained
         ]
-        # It updates the common parameters.
-        self.optimizer = keras.optimizers.get(make() if callable(make) else make)
-        setattr(self.optimizer, _IS_OUTER, True)
-        _agree(self.optimizer)
-        self.optimizer.build(self.common)
+        # One for each fragment, as it counts the updates of the common parameters.
+        self.optimizers = [_make(settings.optimizer) for _ in range(settings.fragments)]
+        for fragment, optimizer in enumerate(self.optimizers):
+            optimizer.build(self._of(fragment)[1])
         integer = functools.partial(keras.Variable, "zeros", dtype="int64", trainable=False)
         # Since all hosts were known to have the same parameters, with which `common` then begins.
         self.steps = integer(shape=(), name="outer_steps")
@@ -65,7 +63,8 @@ class OuterState(tf.Module):
     @property
     def variables_of_all(self) -> list[Any]:
         """Returns the variables that are equal on all hosts."""
-        return [*self.common, *self.optimizer.variables, self.steps]
+        of_optimizers = [one for each in self.optimizers for one in each.variables]
+        return [*self.common, *of_optimizers, self.steps]
 
     @property
     def num_steps(self) -> int:
@@ -178,7 +177,8 @@ class OuterState(tf.Module):
         """Updates the common parameters; this host's own keep their changes since `sent`."""
         trained, common = self._of(fragment)
         grads = updates.unified(self._strategy, means, common)
-        updates.alone(self._strategy, lambda grads: self.optimizer.apply(grads, common), grads)
+        outer = self.optimizers[fragment]
+        updates.alone(self._strategy, lambda grads: outer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
             for given, component in zip(components(source), components(target), strict=True):
                 with tf.device(component.device):
@@ -238,12 +238,16 @@ def common_parameters(model: Any) -> Iterator[None]:
             step.assign(variable, values)
 
 
-def _agree(optimizer: Any) -> None:
-    """Raises an error unless all hosts have made the same outer optimizer."""
+def _make(given: Any) -> Any:
+    """Makes an outer optimizer; raises an error unless all hosts have made the same."""
+    made = given() if callable(given) else given
+    optimizer = keras.optimizers.get(_DEFAULT() if made is None else made)
+    setattr(optimizer, _IS_OUTER, True)
     joined = session.current()
     if joined is not None:
         config = {**optimizer.get_config(), "name": type(optimizer).__name__}
         joined.agree({"what": "outer optimizer", "config": json.dumps(config, default=str)})
+    return optimizer
 
 
 def _copy(sources: Sequence[Any], targets: Sequence[Any]) -> None:
