@@ -182,6 +182,7 @@ class AgreementTest(parameterized.TestCase):
         (None, "has come to the end of its program before others: all hosts must make the same"),
         (ValueError("no files"), "has ended with ValueError: no files$"),
         (ValueError("many " * 1000), "has ended with ValueError: (many ){100}$"),
+        (ValueError("a\udc80"), r"has ended with ValueError: a\\udc80$"),
     )
     def test_a_host_whose_program_ends(self, error, message):
         def program(host, own):

@@ -51,6 +51,7 @@ _MUTANTS = {
         10_925,
     ),
     "the first that is seen is blamed": ("lambda end: (", "lambda end: 0 and (", "survivor"),
+    "killed, and not blamed": ("end.status != _KILLED, ", "", "a survivor is blamed", 290),
     "nothing is killed": ("workers = tuple(sorted(self.running))", "workers = ()", "hangs", 5420),
     "others are not ended": (
         "return [Send(w, sent) for w in sorted(self.running)",
@@ -83,6 +84,12 @@ class SimulatorTest(parameterized.TestCase):
         run.tick(protocol.SETTLE_SECONDS)
         run.end(protocol.End(1, protocol.RESTART_STATUS, at=5.0), 5.0)
         self.assertEqual((run.result().status, run.result().blamed), (1, 0))
+        run = protocol.Supervision(workers="abc", grace=10.0, leave=30.0)
+        run.end(protocol.End(0, protocol.RESTART_STATUS, at=5.0), 5.0)
+        said = run.end(protocol.End(1, status=139, at=6.0), 6.0)
+        self.assertEqual(said, ["b failed: exit status 139 (SIGSEGV)"])
+        self.assertEqual(["killing c"], run.tick(35.0)[:1])
+        self.assertEqual([], run.end(protocol.End(2, status=137, at=35.1), 35.1))
 
     @parameterized.parameters((True, 8.3, 0), (False, 0.3, 1))
     def test_the_chief_that_others_follow_leaves_last(self, follows, seconds, blamed):

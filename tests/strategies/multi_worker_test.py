@@ -374,6 +374,11 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
         model.fit(endless, steps_per_epoch=2, shuffle=False, verbose=0)
     with disagreeing("batch size", r"batch_size: (4.* 6|6.* 4).*class_weight: \[\(1, [12]\)\]"):
         model.fit(*arrays, size, verbose=0, class_weight={1: 1 + is_chief})
+    with disagreeing("weights", r"differ: shapes of sample_weight: \[(None|\(24,\))\]"):
+        model.fit(*arrays, verbose=0, sample_weight=arrays[1][:, 0] if is_chief else None)
+    unlike = type("Unlike", (keras.utils.PyDataset,), {"num_batches": 2 + is_chief})()
+    with disagreeing("length", "differ: batches of x: (2.* 3|3.* 2)"):
+        model.fit(unlike, verbose=0)
     with disagreeing("call", "differ: .*call 2 of fit"):  # A slow worker may be at the first.
         model.fit(*arrays, epochs=0, verbose=0)
         model.fit(*arrays, epochs=0) if is_chief else model.evaluate(*arrays, verbose=0)

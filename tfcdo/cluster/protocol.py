@@ -405,6 +405,8 @@ class Supervision:
             return [f"{name} asks to be started again, after a backup{others}"]
         if event.status:
             self._failures.append(event)
+            if self._has_left and self.deadline is not None:  # Not killed by the launcher.
+                return [self._failed(event)]
         if self._has_left or not self._failures:
             return []
         follow = all(end.follows for end in self._failures)
@@ -452,10 +454,12 @@ class Supervision:
         assert blamed is not None
         self._is_settled = True
         others = "; ending the others" if self.running else ""
-        name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(blamed.status, "")
-        text = f"{self._names[blamed.worker]} failed: exit status {blamed.status}{name}{others}"
         tell = (Send(worker, TELL_OF_FAILURE) for worker in self.running)
-        return [text, *tell, *self._stop(signal.SIGTERM, now)]
+        return [self._failed(blamed) + others, *tell, *self._stop(signal.SIGTERM, now)]
+
+    def _failed(self, end: End) -> str:
+        name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(end.status, "")
+        return f"{self._names[end.worker]} failed: exit status {end.status}{name}"
 
     def _stop(self, number: int, now: float) -> Actions:
         self.deadline = now + self._grace
@@ -504,7 +508,8 @@ def _difference(key: str, left: Any, left_name: str, right: Any, right_name: str
 
 def describe_error(error: BaseException) -> str:
     """Names an error in a message: its type and the beginning of its own message."""
-    return f"{type(error).__name__}: {str(error)[:_MAX_REASON]}"
+    text = str(error)[:_MAX_REASON].encode(errors="backslashreplace").decode()  # Of a file's name.
+    return f"{type(error).__name__}: {text}"
 
 
 def brief(description: Description) -> str:

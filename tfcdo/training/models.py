@@ -278,7 +278,9 @@ def _with_other_hosts(
     call.apply_defaults()
     known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
     known["class_weight"] = str(sorted((call.arguments.get("class_weight") or {}).items()))
-    for name in ("x", "y"):
+    x = call.arguments.get("x")
+    known["batches of x"] = str(x.num_batches if isinstance(x, keras.utils.PyDataset) else None)
+    for name in ("x", "y", "sample_weight"):
         values = tf.nest.flatten(call.arguments.get(name))
         known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
     # A model that only predicts may not be compiled.
