@@ -57,11 +57,9 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             model = model_of(dense_layers, "sgd", run_eagerly=False)
         dataset = _Dataset.from_tensor_slices(dense_data(7)).batch(6)  # 6 and 1 examples.
         with_none = dataset.map(lambda inputs, targets: (inputs, targets, None))
-        arrays = [(*batch, None) for batch in dataset.as_numpy_iterator()]
-        losses = [
-            model.evaluate(data, verbose=0)
-            for data in (dataset, with_none, (batch for batch in arrays))
-        ]
+        of_python = ((*batch, None) for batch in dataset.as_numpy_iterator())
+        data = dataset, with_none, of_python
+        losses = [model.evaluate(one, verbose=0) for one in data]
         self.assertAllEqual(losses, losses[:1] * 3)
 
     @parameterized.named_parameters(*_STRUCTURES)
@@ -217,13 +215,17 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
     # Batches that do not divide. XLA draws other numbers.
     @parameterized.parameters((3, (5, 1), 0.4, "run_eagerly"), (2, (1,), 0.0, "jit_compile"))
     def test_as_on_one_device(self, replicas, sizes, rate, option):
+        class Errors(keras.metrics.MeanAbsoluteError):
+            def result(self):
+                return {"error": super().result(), "errors": self.total * 1.0}
+
         def results(strategy, option):
             keras.utils.set_random_seed(1)
             draw = np.random.default_rng(0)
             with strategy.scope():
                 dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
                 model = keras.Sequential([keras.Input([5]), dropout, dense])
-                metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
+                metrics = {"metrics": ["mae", Errors()], "weighted_metrics": ["mse"]}
                 model.compile("sgd", "mse", **metrics, **{option: True})
             for rows in sizes:
                 batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
@@ -313,15 +315,13 @@ class GeneratorsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_a_dataset_of_keras_is_loaded_as_on_one_device(self):
         """TensorFlow does not know the shapes of its batches."""
-        losses, loaded = [], []
+        results = []
         for count in (1, 2):
             with strategy_of(count).scope():
                 model = model_of(_mean_embedding, "sgd", run_eagerly=False, metrics=["mae"])
             batches = _Counted(workers=2)
-            losses.append(model.evaluate(batches, verbose=0))
-            loaded.append(batches.loaded)
-        self.assertAllClose(*losses)
-        self.assertEqual(*loaded)
+            results.append([*model.evaluate(batches, verbose=0), batches.loaded])
+        self.assertAllClose(*results)
 
     def test_arrays_that_a_generator_has_parts_of_stay_as_they_are(self):
         """TensorFlow takes those whose address divides by 64 without a copy, and splits them."""

@@ -152,11 +152,9 @@ def _is_of_rows(value: Any) -> bool:
 
 
 def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
-    """Returns the first replica's first rows of some values, if a replica has no examples.
-
-    Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They get
-    one only where all replicas of a host have no examples.
-    """
+    """Returns the first replica's first rows of some values, if a replica has no examples."""
+    # Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They
+    # get one only where all replicas of a host have no examples.
     places = [at for at, one in enumerate(values) if _is_of_rows(one)]
     counts = [tf.cast(here.rows, tf.int64) for here in steps]
 
