@@ -223,15 +223,15 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
             keras.utils.set_random_seed(1)
             draw = np.random.default_rng(0)
             with strategy.scope():
-                dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
-                model = keras.Sequential([keras.Input([5]), dropout, dense])
-                metrics = {"metrics": ["mae", Errors()], "weighted_metrics": ["mse"]}
-                model.compile("sgd", "mse", **metrics, **{option: True})
+                first = keras.Input([5])
+                output = keras.layers.Dense(1, name="y")(keras.layers.Dropout(rate, seed=3)(first))
+                model = keras.Model(first, [output, keras.layers.Rescaling(2.0, name="z")(output)])
+                model.compile("sgd", "mse", None, ["mae", Errors()], ["mse"] * 2, **{option: True})
             for rows in sizes:
                 batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
-                weights = draw.uniform(0.1, 2.0, rows)
-                yield model.train_on_batch(*batch, weights, None, True)
-                yield model.test_on_batch(*batch, weights)
+                weights = [draw.uniform(0.1, 2.0, rows)] * 2
+                yield model.train_on_batch(batch[0], batch[1:] * 2, weights, None, True)
+                yield model.test_on_batch(batch[0], batch[1:] * 2, weights)
                 yield model.predict_on_batch(batch[0])
             yield model.get_weights()
 

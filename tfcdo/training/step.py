@@ -164,7 +164,9 @@ def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
     def none() -> list[Any]:  # To be sent to the others.
         return [slice_rows(values[at], 0, 0) for at in places]
 
-    found = tf.cond(tf.reduce_any(tf.equal(counts, 0)), rows, none) if places else []
+    # Not in a branch, from which sizes would be unknown.
+    are_known = not places or all(here.known_rows is not None for here in steps)
+    found = rows() if are_known else tf.cond(tf.reduce_any(tf.equal(counts, 0)), rows, none)
     filled = dict(zip(places, found, strict=True))
     return [filled.get(at) for at in range(len(values))]
 
