@@ -57,11 +57,9 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
             model = model_of(dense_layers, "sgd", run_eagerly=False)
         dataset = _Dataset.from_tensor_slices(dense_data(7)).batch(6)  # 6 and 1 examples.
         with_none = dataset.map(lambda inputs, targets: (inputs, targets, None))
-        arrays = [(*batch, None) for batch in dataset.as_numpy_iterator()]
-        losses = [
-            model.evaluate(data, verbose=0)
-            for data in (dataset, with_none, (batch for batch in arrays))
-        ]
+        of_python = ((*batch, None) for batch in dataset.as_numpy_iterator())
+        data = dataset, with_none, of_python
+        losses = [model.evaluate(one, verbose=0) for one in data]
         self.assertAllEqual(losses, losses[:1] * 3)
 
     @parameterized.named_parameters(*_STRUCTURES)
@@ -217,19 +215,23 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
     # Batches that do not divide. XLA draws other numbers.
     @parameterized.parameters((3, (5, 1), 0.4, "run_eagerly"), (2, (1,), 0.0, "jit_compile"))
     def test_as_on_one_device(self, replicas, sizes, rate, option):
+        class Errors(keras.metrics.MeanAbsoluteError):
+            def result(self):
+                return {"error": super().result(), "errors": self.total * 1.0}
+
         def results(strategy, option):
             keras.utils.set_random_seed(1)
             draw = np.random.default_rng(0)
             with strategy.scope():
-                dropout, dense = keras.layers.Dropout(rate, seed=3), keras.layers.Dense(1)
-                model = keras.Sequential([keras.Input([5]), dropout, dense])
-                metrics = {"metrics": ["mae"], "weighted_metrics": ["mse"]}
-                model.compile("sgd", "mse", **metrics, **{option: True})
+                first = keras.Input([5])
+                output = keras.layers.Dense(1, name="y")(keras.layers.Dropout(rate, seed=3)(first))
+                model = keras.Model(first, [output, keras.layers.Rescaling(2.0, name="z")(output)])
+                model.compile("sgd", "mse", None, ["mae", Errors()], ["mse"] * 2, **{option: True})
             for rows in sizes:
                 batch = [draw.normal(size=shape) for shape in ([rows, 5], [rows, 1])]
-                weights = draw.uniform(0.1, 2.0, rows)
-                yield model.train_on_batch(*batch, weights, None, True)
-                yield model.test_on_batch(*batch, weights)
+                weights = [draw.uniform(0.1, 2.0, rows)] * 2
+                yield model.train_on_batch(batch[0], batch[1:] * 2, weights, None, True)
+                yield model.test_on_batch(batch[0], batch[1:] * 2, weights)
                 yield model.predict_on_batch(batch[0])
             yield model.get_weights()
 

@@ -328,12 +328,9 @@ def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
 
 def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
     """Replaces the means of the replicas' results of metrics by the results for all examples."""
-    results: dict[str, Any] = {}
-    for metric in model.metrics:
-        # A `train_step` may return a number by the name of a metric that it does not update.
-        if any(np.any(variable) for variable in metric.variables):
-            result = metric.result()
-            results.update(result if isinstance(result, dict) else {metric.name: result})
+    # A `train_step` may return a number by the name of a metric that it does not update.
+    updated = [metric for metric in model.metrics if any(map(np.any, metric.variables))]
+    results = dict(_numbers({metric.name: metric.result() for metric in updated}))
 
     def replaced(logs: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -342,6 +339,12 @@ def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
         }
 
     return replaced(logs)
+
+
+def _numbers(results: dict[str, Any]) -> Iterator[tuple[str, Any]]:
+    """Yields the names and numbers of metrics, as `train_on_batch` has them, also of dicts."""
+    for name, value in results.items():
+        yield from _numbers(value) if isinstance(value, dict) else [(name, value)]
 
 
 def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:

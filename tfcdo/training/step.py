@@ -152,11 +152,9 @@ def _is_of_rows(value: Any) -> bool:
 
 
 def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
-    """Returns the first replica's first rows of some values, if a replica has no examples.
-
-    Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They get
-    one only where all replicas of a host have no examples.
-    """
+    """Returns the first replica's first rows of some values, if a replica has no examples."""
+    # Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They
+    # get one only where all replicas of a host have no examples.
     places = [at for at, one in enumerate(values) if _is_of_rows(one)]
     counts = [tf.cast(here.rows, tf.int64) for here in steps]
 
@@ -166,7 +164,9 @@ def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
     def none() -> list[Any]:  # To be sent to the others.
         return [slice_rows(values[at], 0, 0) for at in places]
 
-    found = tf.cond(tf.reduce_any(tf.equal(counts, 0)), rows, none) if places else []
+    # Not in a branch, from which sizes would be unknown.
+    are_known = not places or all(here.known_rows is not None for here in steps)
+    found = rows() if are_known else tf.cond(tf.reduce_any(tf.equal(counts, 0)), rows, none)
     filled = dict(zip(places, found, strict=True))
     return [filled.get(at) for at in range(len(values))]
 
