@@ -41,8 +41,9 @@ try:  # Since Keras 3.16.
 except ImportError:
     from keras.src.backend.tensorflow import nn as _nn
 
-# Keras 3.16 calls it `Trainer`; before, it is `TensorFlowTrainer`.
-Trainer = next(one for one in keras.Model.__mro__ if one.__module__ == _trainer.__name__)
+# Keras 3.16 has another name for it.
+_TRAINERS = ("TensorFlowTrainer", "Trainer")
+Trainer = next(vars(_trainer)[name] for name in _TRAINERS if name in vars(_trainer))
 EpochIterator = _trainer.TFEpochIterator
 NUM_STEPS = "_tfcdo_num_steps"  # What asks for the steps of data that each host has for itself.
 
