@@ -130,8 +130,9 @@ def add(values: Sequence[tf.Tensor], name: str) -> tf.Tensor:
     """Adds tensors of one shape, or partial sums of them, on the current device; see `upcast`."""
     if len(values) == 1:
         return values[0]
+    cast = f"{name}/Cast"
     # All are tensors already, so the conversions and checks of tf.add_n are not needed.
-    return tf.raw_ops.AddN(inputs=[upcast(value, f"{name}/Cast") for value in values], name=name)
+    return tf.raw_ops.AddN(inputs=[upcast(value, cast) for value in values], name=name)
 
 
 def finish(total: tf.Tensor, divide: int | None, dtype: tf.DType) -> tf.Tensor:

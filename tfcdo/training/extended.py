@@ -234,7 +234,8 @@ class ReplicaExtended:
         # its function; an argument of a function has the shapes of this host's part. So have all
         # batches since Keras 3.16, whose `fit` takes them before it calls its function.
         is_fit = step.now.method == "fit" and not is_divided
-        is_inside = hasattr(getattr(tf.compat.v1.get_default_graph(), "outer_graph", 0), "captures")
+        caller = getattr(tf.compat.v1.get_default_graph(), "outer_graph", None)
+        is_inside = hasattr(caller, "captures")  # That graph is a function's, too.
         of_dataset = is_fit and is_inside and len(set(static)) == 1
         if None not in static and (hosts == 1 or of_dataset):
             rows = static * hosts

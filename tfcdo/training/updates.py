@@ -407,7 +407,10 @@ def _update_shards(
     overwriting: Sequence[Any],
     overwritten: Sequence[Any],
 ) -> None:
-    """Has owners of variables sum gradients, update and send them; all overwrite the others."""
+    """Sums gradients on the owners of their variables, updates these there, and sends them.
+
+    Each replica also overwrites some variables with the largest of the replicas' gradients.
+    """
     values = [keras_internals.value_of(variable) for variable in variables]
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
