@@ -62,19 +62,19 @@ def resolved(own: Function, *args: Any) -> Any:
     loss = own(*args)
     if loss is None or not keras_internals.has_own(loss, "__call__", keras.losses.Loss):
         return loss
-    scaled: Any = functools.partial(_of_means, loss)
+    scaled: Any = functools.partial(of_means, loss)
     scaled.name = loss.name
     return scaled
 
 
-def _of_means(loss: Function, *args: Any, **kw: Any) -> Any:
-    """Calls a loss that may add means of its own, which Keras does not scale, to Keras's losses."""
-    here, reduction = step.current_several(), getattr(loss, "reduction", "mean")
+def of_means(own: Function, *args: Any, **kw: Any) -> Any:
+    """Stands for a loss, or `Distiller.compute_loss`, that adds its own means to Keras's losses."""
+    here, reduction = step.current_several(), getattr(own, "reduction", "mean")
     if here is None:
-        return loss(*args, **kw)
+        return own(*args, **kw)
     inner = None if reduction == "sum" else functools.partial(_mean_of, here)
     with step.changed(of_inner=inner, reports=False):
-        value = loss(*args, **kw)
+        value = own(*args, **kw)
     if _rank(value):
         return value
     return _of_batch(here, here.keep(value), reduction)
@@ -83,11 +83,6 @@ def _of_means(loss: Function, *args: Any, **kw: Any) -> Any:
 def _mean_of(here: step.ReplicaStep, part: Any) -> Any:
     """Returns the mean of this replica's examples, which another loss multiplies by its share."""
     return tf.math.divide_no_nan(part, here.share(part.dtype))
-
-
-def distilled(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `Distiller.compute_loss`, which adds means of its own and losses of Keras."""
-    return _of_means(own, model, *args, **kwargs)
 
 
 def _of_batch(here: step.ReplicaStep, value: Any, reduction: Any) -> Any:

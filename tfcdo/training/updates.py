@@ -177,8 +177,8 @@ def check_metrics(model: Any) -> None:
     for variable in model.metrics_variables:
         if not _is_made_here(variable, model.distribute_strategy):
             what = f"metric of the variable {keras_internals.path_of(variable)!r}"
-            strategy, other = model.distribute_strategy, "that calls model.compile"
-            raise _made_outside(what, strategy, "of its model", other)
+            strategy = model.distribute_strategy
+            raise _made_outside(what, strategy, "of its model", "that calls model.compile")
 
 
 def _made_outside(what: str, strategy: Any, use: str, other: str) -> ValueError:
