@@ -76,9 +76,10 @@ class LossesTest(kt.TrainingTestCase):
             return keras.ops.sum(squares) if reduction == "sum" else keras.ops.mean(squares)
 
         class Own(keras.losses.Loss):
-            def __call__(self, targets: Any, outputs: Any, weights: Any = None) -> tf.Tensor:
-                other = {"mean": keras.losses.MeanAbsoluteError()}.get(reduction, lambda *_: 0.0)
-                return loss(targets, outputs) + other(targets, outputs)
+            def __call__(self, y: Any, x: Any, weights: Any = None) -> tf.Tensor:
+                errors = keras.losses.mean_absolute_error(y, x)
+                average = tf.nn.compute_average_loss(errors)  # As in TensorFlow's tutorials.
+                return loss(y, x) + keras.losses.MeanAbsoluteError()(y, x) + average
 
         def make(run_eagerly: bool) -> keras.Model:
             layers = [*kt.dense_layers(), Activity()]
@@ -450,10 +451,9 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(eager=[True, False], dtype=[tf.float32, tf.complex64])
     def test_a_tensor_that_all_replicas_share(self, eager, dtype):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
-        shared = tf.ones([2, 1], dtype)
 
         def step() -> Any:
-            return strategy.run(rows_and_gradient, (tf.identity, shared))
+            return strategy.run(rows_and_gradient, (tf.identity, tf.ones([2, 1], dtype)))
 
         rows, gradients = (step if eager else tf.function(step))()
         of_each = tf.reshape(2 * WEIGHTS[:4], [2, 2, 1])  # Each of the replicas has this loss.

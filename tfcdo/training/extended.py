@@ -36,7 +36,9 @@ class ReducesStructures:
         tensorflows = super().reduce  # type: ignore[misc]
 
         def own(reduce_op: Any, one: Any, axis: Any) -> Any:
-            if axis is None or _is_scalar(one):  # Keras 3 reduces scalars along axis 0, too.
+            # Keras 3 reduces scalars along axis 0, too. Python's numbers have no shape.
+            shape = getattr(tf_internals.components(one)[0], "shape", ())
+            if axis is None or tf.TensorShape(shape).rank == 0:
                 return tensorflows(reduce_op, one, axis=None)
             # TensorFlow runs a function, which is not a step, whose replicas all need examples.
             with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
@@ -122,12 +124,6 @@ class ReducesStructures:
         if shard_optimizer_state is None:
             shard_optimizer_state = self.extended.shard_optimizer_state
         return ops.explain(shapes, dtype, self.extended.worker_devices, shard_optimizer_state)
-
-
-def _is_scalar(value: Any) -> bool:
-    # Python's numbers have no shape.
-    shape = tf.TensorShape(getattr(tf_internals.components(value)[0], "shape", ()))
-    return bool(shape.rank == 0)
 
 
 class ReplicaExtended:

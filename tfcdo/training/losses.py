@@ -38,7 +38,7 @@ def _is_of_all() -> bool:
 def unscaled(own: Function, value: Any) -> Any:
     """Stands for `unscale_loss_for_distribution`: Keras weights the result by the examples."""
     here = step.current_several()
-    if here is not None and tf.convert_to_tensor(value).shape.rank:  # One of each example.
+    if here is not None and _rank(value):  # One of each example.
         return here.without_stand_in(value)
     # Where Keras does not know their number, it counts each replica's loss once.
     if here is None or here.is_even or here.rows is None or here.reports:
@@ -62,23 +62,20 @@ def resolved(own: Function, *args: Any) -> Any:
     loss = own(*args)
     if loss is None or not keras_internals.has_own(loss, "__call__", keras.losses.Loss):
         return loss
-    scaled: Any = functools.partial(_scaled, loss)
+    scaled: Any = functools.partial(of_means, loss)
     scaled.name = loss.name
     return scaled
 
 
-def _scaled(loss: Any, *args: Any) -> Any:
-    """Calls a loss whose own `__call__` may return a mean, which Keras then does not scale."""
-    here = step.current_several()
-    return loss(*args) if here is None else _of_means(here, loss.reduction, loss, *args)
-
-
-def _of_means(here: step.ReplicaStep, reduction: Any, loss: Function, *args: Any, **kw: Any) -> Any:
-    """Returns this replica's part of a loss that may add a mean of its own to losses of Keras."""
+def of_means(own: Function, *args: Any, **kw: Any) -> Any:
+    """Stands for a loss, or `Distiller.compute_loss`, that adds its own means to Keras's losses."""
+    here, reduction = step.current_several(), getattr(own, "reduction", "mean")
+    if here is None:
+        return own(*args, **kw)
     inner = None if reduction == "sum" else functools.partial(_mean_of, here)
     with step.changed(of_inner=inner, reports=False):
-        value = loss(*args, **kw)
-    if tf.convert_to_tensor(value).shape.rank:
+        value = own(*args, **kw)
+    if _rank(value):
         return value
     return _of_batch(here, here.keep(value), reduction)
 
@@ -86,14 +83,6 @@ def _of_means(here: step.ReplicaStep, reduction: Any, loss: Function, *args: Any
 def _mean_of(here: step.ReplicaStep, part: Any) -> Any:
     """Returns the mean of this replica's examples, which another loss multiplies by its share."""
     return tf.math.divide_no_nan(part, here.share(part.dtype))
-
-
-def distilled(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
-    """Stands for `Distiller.compute_loss`, which adds means of its own and losses of Keras."""
-    here = step.current_several()
-    if here is None:
-        return own(model, *args, **kwargs)
-    return _of_means(here, "mean", own, model, *args, **kwargs)
 
 
 def _of_batch(here: step.ReplicaStep, value: Any, reduction: Any) -> Any:
@@ -148,6 +137,17 @@ def reduced(
     if values.shape.rank == 0:
         return _of_batch(here, values, reduction)
     return here.loss(own(values, sample_weight, reduction))
+
+
+def of_rows(
+    own: Function, per_example_loss: Any, sample_weight: Any = None, global_batch_size: Any = None
+) -> Any:
+    """Stands for `tf.nn.compute_average_loss`, for which all replicas have as many examples."""
+    here, value = step.current_several(), own(per_example_loss, sample_weight, global_batch_size)
+    if here is None or global_batch_size is not None:
+        return value
+    part = here.loss(here.keep(value) * (here.replicas * here.share(value.dtype)))
+    return here.of_inner(part) if here.of_inner else part
 
 
 def computed(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:

@@ -97,9 +97,10 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield keras_internals.COMPILE_UTILS, "get_loss", losses.resolved
     yield keras.losses.Loss, "__call__", losses.called
     yield keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped
+    yield tf.nn, "compute_average_loss", losses.of_rows
     yield keras.Model, "compute_loss", losses.computed
     for distiller in keras_internals.DISTILLERS:
-        yield distiller, "compute_loss", losses.distilled
+        yield distiller, "compute_loss", losses.of_means
     yield trainer, "_aggregate_additional_loss", losses.additional
     yield keras.metrics.Mean, "update_state", losses.averaged
     yield keras.Layer, "__setattr__", _set_attribute

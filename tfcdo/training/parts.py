@@ -79,17 +79,13 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
     _warn_of_unlike_sizes(dataset, replicas)
     rows = _static_rows(dataset.element_spec)
     size = rows // replicas if rows is not None and rows % replicas == 0 else None
-    # `flat_map` passes the parts of a plain tuple, but not of a named one.
-    is_tuple = type(dataset.element_spec) is tuple
 
-    @tf.autograph.experimental.do_not_convert
-    def parts(*elements: Any) -> tf.data.Dataset:
-        batch = elements if is_tuple else elements[0]
+    def parts(batch: Any) -> tf.data.Dataset:
         indices = tf.data.Dataset.range(first, first + count)
         return indices.map(lambda index: _part(batch, index, replicas, size))
 
     number = int(dataset.cardinality())
-    parts_of_all = dataset.flat_map(parts)
+    parts_of_all = dataset.flat_map(_of_elements(dataset, parts))
     if number != tf.data.UNKNOWN_CARDINALITY:
         number = number * count if number >= 0 else number
         parts_of_all = parts_of_all.apply(tf.data.experimental.assert_cardinality(number))
@@ -178,15 +174,20 @@ def _sizes(spec: Any) -> list[int | None]:
 
 def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
     """Returns a dataset of copies: replicas might write into an array that Python still has."""
-
     # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
     # then takes the last part to be alone in using the memory, so that an op may write into it.
-    # `map` passes the parts of a plain tuple, but not of a named one.
-    @tf.autograph.experimental.do_not_convert
-    def own(*parts: Any) -> Any:
-        return _copies(parts if type(dataset.element_spec) is tuple else parts[0])
+    return dataset.map(_of_elements(dataset, _copies))
 
-    return dataset.map(own)
+
+def _of_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> Any:
+    """Returns a function for `map`, which passes the parts of a plain tuple, not of a named one."""
+    is_tuple = type(dataset.element_spec) is tuple
+
+    @tf.autograph.experimental.do_not_convert
+    def of_elements(*parts: Any) -> Any:
+        return function(parts if is_tuple else parts[0])
+
+    return of_elements
 
 
 def _copies(values: Any) -> Any:
