@@ -451,9 +451,10 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.product(eager=[True, False], dtype=[tf.float32, tf.complex64])
     def test_a_tensor_that_all_replicas_share(self, eager, dtype):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
+        shared = tf.ones([2, 1], dtype)
 
         def step() -> Any:
-            return strategy.run(rows_and_gradient, (tf.identity, tf.ones([2, 1], dtype)))
+            return strategy.run(rows_and_gradient, (tf.identity, shared))
 
         rows, gradients = (step if eager else tf.function(step))()
         of_each = tf.reshape(2 * WEIGHTS[:4], [2, 2, 1])  # Each of the replicas has this loss.
