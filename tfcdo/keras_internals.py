@@ -11,6 +11,7 @@ import functools
 import gc
 import inspect
 import traceback
+import warnings
 import weakref
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
@@ -79,6 +80,7 @@ NAMES: tuple[private_names.Member, ...] = (
     (Trainer, "train_on_batch", ("self", "return_dict")),
     (Trainer, "test_on_batch", ("self", "return_dict")),
     (Trainer, "_flatten_metrics_in_order", ("self", "logs")),
+    (Trainer, "_compile_config", ()),
     (Trainer, "_compile_loss", ()),
     (Trainer, "_initial_epoch", ()),
     (Trainer, "_make_function", ("self", "step_function")),
@@ -161,6 +163,30 @@ def leaves(optimizer: Any) -> list[Any]:
     if hasattr(optimizer, "optimizers"):
         return [leaf for part in optimizer.optimizers for leaf in leaves(part)]
     return [optimizer]
+
+
+def compiled_with(model: Any) -> dict[str, Any]:
+    """Returns the arguments of a model's `compile` by name; none before it."""
+    return dict(getattr(getattr(model, "_compile_config", None), "config", {}))
+
+
+def settings_of(value: Any) -> str:
+    """Returns a string, number or function's name; of an object the class, numbers and words."""
+    if isinstance(value, (str, int, float)) or hasattr(value, "__name__"):
+        return str(getattr(value, "__name__", value))
+    config: dict[str, Any] = {}
+    with warnings.catch_warnings(), contextlib.suppress(Exception):
+        warnings.simplefilter("ignore")  # Of a lambda.
+        config = value.get_config()  # A user's may fail, which only saving a model shows.
+    settings = {
+        name: one
+        for name, one in config.items()
+        # Names are counted by process; seeds and learning rates are the chief's; paths may differ.
+        if name not in ("name", "seed", "learning_rate")
+        and (isinstance(one, (int, float)) or (isinstance(one, str) and one.isidentifier()))
+    }
+    dtype = getattr(getattr(value, "dtype_policy", None), "name", None)
+    return f"{type(value).__name__} {settings}" + (f" in {dtype}" if dtype else "")
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:

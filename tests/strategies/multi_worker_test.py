@@ -339,15 +339,8 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
 
     def size_known_on_one_host(other: Any) -> None:
         signature = [tf.TensorSpec([3] if is_chief else [None])]
-
-        @tf.function(input_signature=signature, autograph=False)
-        def step(value: tf.Tensor) -> Any:
-            def on_replica(own: tf.Tensor) -> tf.Tensor:
-                return tf.distribute.get_replica_context().all_reduce(SUM, own)
-
-            return other.run(on_replica, [value])
-
-        step(tf.ones([3]))
+        add = tf.function(lambda v: other.reduce(SUM, other.run(tf.square, [v]), None), signature)
+        add(tf.ones([3]))
 
     cases = {
         "size": (size_known_on_one_host, r"values, element 0 of 1: f\S*\[(3|\?)\] on host \d"),
@@ -382,9 +375,16 @@ def _refused_batches(strategy: Any, is_chief: bool) -> None:
     with disagreeing("call", "differ: .*call 2 of fit"):  # A slow worker may be at the first.
         model.fit(*arrays, epochs=0, verbose=0)
         model.fit(*arrays, epochs=0) if is_chief else model.evaluate(*arrays, verbose=0)
+    rows = tf.data.Dataset.from_tensor_slices((*arrays, arrays[1])[: 2 + is_chief]).batch(8)
+    with disagreeing("tensors", "differ: tensors of x: (2.* 3|3.* 2)"):
+        model.fit(rows, verbose=0)
+    with disagreeing("optimizer", "making of an optimizer (Adam|SGD)"), strategy.scope():
+        (keras.optimizers.SGD if is_chief else keras.optimizers.Adam)()
     with strategy.scope():
-        model.compile("sgd", "mse" if is_chief else keras.losses.MeanAbsoluteError())
-    with disagreeing("loss", "loss, element 0 of 1: (mse.* Mean.*|Mean.* mse)"):
+        loss = "mse" if is_chief else keras.losses.MeanAbsoluteError()
+        model.compile("sgd", loss, metrics=["mae"] * is_chief, steps_per_execution=1 + is_chief)
+    loss = "metrics: [01] .*loss, element 0 of 1: (mse.* Mean.*|Mean.* mse)"
+    with disagreeing("loss", loss + ".*steps_per_execution: [12] .*"):
         model.fit(*arrays, verbose=0)
 
 

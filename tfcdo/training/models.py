@@ -34,6 +34,7 @@ _OF_STEPS = (
     *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
+_OF_COMPILE = ("loss_weights", "metrics", "weighted_metrics")
 _STEP_OF = {"fit": "train", "evaluate": "test", "predict": "predict"}
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
@@ -132,7 +133,10 @@ def _meet(own: Function, context: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
     """Makes the count of steps, and the learning rate, variables that each replica updates."""
-    ours = step.is_ours(tf.distribute.get_strategy())
+    strategy = tf.distribute.get_strategy()
+    ours, joined = step.is_ours(strategy), _session_of(strategy)
+    if joined is not None:  # Before hosts wait for the first values of unlike variables.
+        joined.agree({"what": f"making of an optimizer {type(optimizer).__name__}"})
     if ours:
         # A user's own `apply` may change gradients before Keras's is called: it gets the sums. A
         # class's own `build` makes variables, too, before and after Keras's.
@@ -267,9 +271,7 @@ def _with_other_hosts(
 ) -> contextlib.AbstractContextManager[None]:
     """Returns a context for `fit` and the like; an error if hosts call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
-    strategy = model.distribute_strategy
-    several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
-    joined = session.current() if several else None
+    joined = _session_of(model.distribute_strategy)
     if joined is None:
         return contextlib.nullcontext()
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
@@ -277,26 +279,34 @@ def _with_other_hosts(
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
-    known = {name: str(call.arguments[name]) for name in _OF_STEPS if name in call.arguments}
+    known: dict[str, Any] = {n: str(call.arguments[n]) for n in _OF_STEPS if n in call.arguments}
     known["class_weight"] = str(sorted((call.arguments.get("class_weight") or {}).items()))
     x = call.arguments.get("x")
     known["batches of x"] = str(x.num_batches if isinstance(x, keras.utils.PyDataset) else None)
+    if isinstance(x, tf.data.Dataset):
+        known["tensors of x"] = [type(spec).__name__ for spec in tf.nest.flatten(x.element_spec)]
     for name in ("x", "y", "sample_weight"):
         values = tf.nest.flatten(call.arguments.get(name))
         known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
     # A model that only predicts may not be compiled.
     optimizer, loss = (getattr(model, name, None) for name in ("optimizer", "loss"))
+    compiled = keras_internals.compiled_with(model)
     about = {
-        "optimizer": [_name_of(leaf) for leaf in keras_internals.leaves(optimizer)],
-        "loss": [_name_of(one) for one in tf.nest.flatten(loss)],
-        "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
+        "optimizer": keras_internals.leaves(optimizer),
+        **{name: tf.nest.flatten(compiled.get(name)) for name in _OF_COMPILE},
+        "loss": tf.nest.flatten(loss),
+        "layers": model.layers,
     }
-    return joined.calling({"what": own.__name__, **known, **about})
+    known |= {name: [*map(keras_internals.settings_of, values)] for name, values in about.items()}
+    known |= {name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")}
+    known["trainable_weights"] = [str(weight.shape) for weight in model.trainable_weights]
+    return joined.calling({"what": own.__name__, **known})
 
 
-def _name_of(value: Any) -> str:
-    """Returns the name of a string, a function or an object's class."""
-    return value if isinstance(value, str) else getattr(value, "__name__", type(value).__name__)
+def _session_of(strategy: Any) -> session.Session | None:
+    """Returns the session of the hosts of a strategy of tfcdo's; None on one host."""
+    several = step.is_ours(strategy) and strategy.extended._in_multi_worker_mode()
+    return session.current() if several else None
 
 
 def _on_batch(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
