@@ -262,7 +262,8 @@ class BackupAndRestore(Callback):
             self._restore_again()
             self._save()
         self._finish_writing()
-        self._preemption.wait_for_backup()
+        # Until the chief has written, no host ends.
+        training_state.gather_json(self.model.distribute_strategy, None)
         logging.info(
             "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
             "host's, will be taken away",
