@@ -529,12 +529,12 @@ class Process:
     def leave_with_backup(self, saved: int) -> Run:
         world = self.world
         self.phase = "leaves with a backup"
+        begun = [one.leaving._begun[one.host] for one in world.memberships[self.membership]]
+        require(max(begun) <= self.leaving.decision, "hosts come to different decisions")
         if saved != len(self.state):
             yield from self.save()
         yield from self.finish_writing()
-        yield from self.set_once(f"written/{self.host}", "")
-        while not world.rules.may_end(["written/0" in self.store.values]):
-            yield from self.get("written/0", 5.0)
+        yield from self.collective(_GATHER, None)  # The chief has written.
         is_there = not world.disk.lacks_backup(self, self)
         require(is_there, "a host leaves after a backup that is not there")
         yield from self.leave(None)

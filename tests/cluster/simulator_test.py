@@ -33,7 +33,6 @@ _MUTANTS = {
     ),
     "step after notice": ("not self._is_held", "self.decision is None", "different decisions", 505),
     "endless notice": ("NO_STEP if waited", "None if waited", "not answer|has left", 175),
-    "nobody waits for the backup": ("all(written)", "True", "a backup that is not there"),
     "each restores its own": ("any(own != newest for own in found)", "False", "lacks the chosen"),
     "the oldest backup": ("newest = max(", "newest = min(", "older than the newest"),
     "the first host sends it": ("found.index(newest)", "0", "source does not have it"),

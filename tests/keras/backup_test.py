@@ -32,16 +32,15 @@ _EPOCHS, _STEPS, _BATCH = 2, 5, 12
 _EXAMPLES = 56  # Not a multiple of the batch: batches begin in one epoch and end in the next.
 
 
-class _End(keras.callbacks.Callback):
+def _end(after: int) -> keras.callbacks.Callback:
     """Interrupts a training after some batches of all epochs."""
 
-    def __init__(self, after: int) -> None:
-        super().__init__()
-        self._after = after
-
-    def on_train_batch_end(self, batch: int, logs: Any = None) -> None:
-        if self.model.optimizer._iterations.numpy() >= self._after:
+    def end(batch: int, logs: Any) -> None:
+        if callback.model.optimizer._iterations.numpy() >= after:
             raise KeyboardInterrupt
+
+    callback = keras.callbacks.LambdaCallback(on_train_batch_end=end)
+    return callback
 
 
 def _ending(event: str, at: int) -> keras.callbacks.Callback:
@@ -162,9 +161,11 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
     def setUp(self):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "backup")
+        self.addCleanup(os.chdir, pathlib.Path.cwd())
+        os.chdir(self.folder.parent)
 
     def backup(self, **options: Any) -> tfcdo.keras.BackupAndRestore:
-        return tfcdo.keras.BackupAndRestore(self.folder, **options)
+        return tfcdo.keras.BackupAndRestore(self.folder.name, **options)
 
     def names(self) -> list[str]:
         return sorted(path.name for path in self.folder.iterdir())
@@ -175,7 +176,7 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
         backup._writer.submit(int).result()
 
     def interrupted(self, after: int, *callbacks: Any, **options: Any) -> None:
-        self.assert_ends(_Training, *callbacks, _End(after), **options)
+        self.assert_ends(_Training, *callbacks, _end(after), **options)
 
     def assert_bitwise_equal(self, expected: _Training, actual: _Training) -> None:
         for one, other in zip(expected.arrays, actual.arrays, strict=True):
@@ -270,10 +271,10 @@ class ExactTest(BackupTestCase):
 
         expected = fit()
         for after, save_freq in ends:
-            self.assert_ends(fit, self.backup(save_freq=save_freq), _End(after))
+            self.assert_ends(fit, self.backup(save_freq=save_freq), _end(after))
             self.assertEqual(expected, fit(self.backup()))
         if length == "endless":  # The first epoch ends before the position of the backup.
-            self.assert_ends(fit, self.backup(save_freq=1), _End(3), steps=4)
+            self.assert_ends(fit, self.backup(save_freq=1), _end(3), steps=4)
             self.assertEqual(fit(steps=5, epochs=1)[0], fit(self.backup(), steps=2, epochs=2)[0])
 
     def test_an_epoch_without_a_batch(self):
@@ -304,11 +305,10 @@ class ExactTest(BackupTestCase):
 
     def test_a_training_that_a_callback_ends_has_a_backup_of_its_last_epoch(self):
         def stop(epoch: int, logs: Any) -> None:
-            training.model.stop_training = True
+            end.model.stop_training = True
+            os.chdir("/")  # The backup's path is still in the folder of the beginning.
 
-        training = mock.Mock()
         end = keras.callbacks.LambdaCallback(on_epoch_end=stop)
-        end.set_model = lambda model: setattr(training, "model", model)
         backups = self.backup(delete_checkpoint=False)
         for callbacks in ([end, backups], [backups, end]):
             _Training(*callbacks, exact=False)
@@ -464,7 +464,7 @@ class BadInputTest(BackupTestCase):
             data = tf.data.Dataset.from_tensors((np.zeros([4, 4]), np.zeros([4, 1])))
             model.fit(data, verbose=0, callbacks=[self.backup(save_freq=1), *callbacks])
 
-        self.assert_ends(fit, _End(1))
+        self.assert_ends(fit, _end(1))
         self.assertRaisesRegex(ValueError, "same model, build its layer 'network' before fit", fit)
 
     def test_backups_of_other_classes_and_versions(self):
@@ -494,7 +494,7 @@ class BadInputTest(BackupTestCase):
 
         early = _ending("on_train_batch_begin", 0)
         same = self.backup(save_freq=1)
-        for one in _End(7), _End(8) if when == "after that" else early:
+        for one in _end(7), _end(8) if when == "after that" else early:
             self.assert_ends(fit, same, one)
         self.assertIs(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
         self.assertEqual(fit(), ([0, 1], 10))

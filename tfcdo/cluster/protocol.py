@@ -12,7 +12,7 @@ import dataclasses
 import hashlib
 import json
 import signal
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Any, Protocol
 
 Description = Mapping[str, Any]
@@ -272,11 +272,6 @@ class Leaving:
         """Takes the decision from the store; None if the store is gone."""
         if decision is not None and decision != NO_STEP:
             self.decision = int(decision)
-
-
-def may_end(written: Iterable[bool]) -> bool:
-    """Returns whether a host that leaves may end: all have written their backups."""
-    return all(written)
 
 
 # Backups: all hosts restore the same one, and a folder has one writer.

@@ -6,7 +6,6 @@ import concurrent.futures
 import dataclasses
 import io
 import os
-import pathlib
 from typing import Any, Literal
 
 from absl import logging
@@ -101,7 +100,8 @@ class BackupAndRestore(Callback):
         delete_checkpoint: bool = True,
     ) -> None:
         super().__init__()
-        checks.check_path("backup_dir", backup_dir)
+        # The program may change its folder later.
+        self.backup_dir = checks.check_path("backup_dir", backup_dir).absolute()
         checks.check_bool("delete_checkpoint", delete_checkpoint)
         if not isinstance(save_freq, str):
             checks.check_int("save_freq", save_freq, at_least=1)
@@ -109,7 +109,6 @@ class BackupAndRestore(Callback):
             raise ValueError(f'save_freq must be "epoch" or a number; got {save_freq!r}')
         self._mark: backup_folder.ProgressMark | None = None
         self._orders: list[data_order.Order] = []
-        self.backup_dir = pathlib.Path(backup_dir)
         self.save_freq = save_freq
         self.delete_checkpoint = delete_checkpoint
 
@@ -263,7 +262,8 @@ class BackupAndRestore(Callback):
             self._restore_again()
             self._save()
         self._finish_writing()
-        self._preemption.wait_for_backup()
+        # Until the chief has written, no host ends.
+        training_state.gather_json(self.model.distribute_strategy, None)
         logging.info(
             "tfcdo: leaving after epoch %d, batch %d, with a backup: this machine, or another "
             "host's, will be taken away",

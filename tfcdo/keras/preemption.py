@@ -91,24 +91,6 @@ class Preemption:
             raise SystemExit(128 + signal.SIGTERM)
         return answer
 
-    def wait_for_backup(self) -> None:
-        """Waits until the chief has written the backup, before any host ends."""
-        if self._session is None:
-            return
-        cluster, store = self._session.cluster, self._session.store
-        key = f"{self._prefix}/written"
-        if cluster.is_chief:
-            store.set(key, "")
-            return
-        start = time.monotonic()
-        # An error of TensorFlow, which ends this host, says that the chief is gone.
-        while not protocol.may_end([store.get(key, _POLL) is not None]):
-            if time.monotonic() - start > self._session.timeout:
-                raise protocol.LateHostError(
-                    f"{protocol.LATE}: {cluster.name(0)} has not written its backup for "
-                    f"{self._session.timeout:.0f} s"
-                )
-
     def _end_with_the_run(self) -> None:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
         # The main thread may wait in a collective for a host that is gone, and so run no handler.
