@@ -94,7 +94,8 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_shapes_stay_known_where_batches_divide(self):
         full = _Dataset.range(12).batch(6, drop_remainder=True)
-        self.assertEqual([2], parts.cut(full, 0, 3, 3).element_spec.shape)
+        two = parts.cut(full.map(lambda n: (n, tf.zeros([9]))), 0, 3, 3).element_spec
+        self.assertEqual([[2], [3]], [spec.shape for spec in two])
         self.assertEqual([None], parts.cut(full, 0, 4, 4).element_spec.shape.as_list())
 
     def test_infinite_and_unknown_lengths_stay(self):

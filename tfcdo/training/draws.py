@@ -118,27 +118,29 @@ def categorical(
 def _taken(here: ReplicaStep, draw: Function, shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns this replica's rows of what is drawn for the whole batch, with some parameters."""
     rows, *others = tf.unstack(shape) if tf.is_tensor(shape) else shape
-    before, total = _place(here, rows)
+    first = _first(shape)
+    before, total = _place(here, rows, first)
     ends = [[before, total - before - rows], *([0, 0] for _ in others)]
-    sizes = (None, _first(shape))
 
     def of_whole(value: Any) -> Any:
         # What is drawn for a row depends on its place and its own parameters.
         has_axes = tf.is_tensor(value) and value.shape.rank == len(ends)
-        of_rows = has_axes and value.shape[0] in sizes
+        of_rows = has_axes and value.shape[0] in (None, first)
         return tf.pad(value, ends, constant_values=1) if of_rows else value
 
     args, kwargs = tf.nest.map_structure(of_whole, (args, kwargs))
     return draw([total, *others], *args, **kwargs)[before : before + rows]
 
 
-def _place(here: ReplicaStep, rows: Any) -> tuple[Any, Any]:
+def _place(here: ReplicaStep, rows: Any, first: int | None) -> tuple[Any, Any]:
     """Returns where this replica's rows begin in the whole batch, and how many this has."""
-    present = _as(here.present_rows, rows)
-    per_row = rows // present
-    if tf.is_tensor(rows):  # Others, such as time steps, are equal on all replicas.
-        per_row = tf.where(per_row * present == rows, per_row, 0)
-    before, total = (_as(count, per_row) * per_row for count in (here.before, here.total))
+    present = here.present_rows
+    if first is None:  # Others, such as time steps, are equal on all replicas.
+        per_row = rows // _as(present, rows)
+        per_row = tf.where(per_row * _as(present, rows) == rows, per_row, 0)
+        before, total = (_as(count, rows) * per_row for count in (here.before, here.total))
+    else:
+        before, total = (_as(count * first // present, rows) for count in (here.before, here.total))
     end = before + rows  # The row of a stand-in may come after all others.
     return before, tf.maximum(total, end) if tf.is_tensor(end) else max(total, end)
 
@@ -168,8 +170,9 @@ def _step_of_rows(first: int | None, multiples: bool = False) -> ReplicaStep | N
         return here
     if known is None:  # A size that does not depend on the batch.
         return None
-    known = max(known, 1)
-    return here if first == known or (multiples and first % known == 0) else None
+    sizes = {max(known, 1), *here.sizes}
+    is_multiple = multiples and any(first % size == 0 for size in sizes)
+    return here if first in sizes or is_multiple else None
 
 
 def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed: Any) -> tf.Tensor:
@@ -179,8 +182,8 @@ def _rows_of(here: ReplicaStep, op: Function, shape: Any, dtype: tf.DType, seed:
     draw = functools.partial(op, key=key, counter=counter, alg=_PHILOX, dtype=dtype)
     if dtype not in _FOUR_PER_COUNT or here.trace is not None:  # XLA draws in another order.
         return _taken(here, lambda whole: draw(shape=whole), shape)
-    shape = tf.cast(tf.convert_to_tensor(shape), tf.int64)
-    start = _place(here, shape[0])[0] * tf.reduce_prod(shape[1:])
+    first, shape = _first(shape), tf.cast(tf.convert_to_tensor(shape), tf.int64)
+    start = _place(here, shape[0], first)[0] * tf.reduce_prod(shape[1:])
     extra = start % 4
     moved = tf.stack([counter[0] + tf.cast(start // 4, tf.uint64), counter[1]])
     drawn = draw(shape=[tf.reduce_prod(shape) + extra], counter=moved)

@@ -50,8 +50,8 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
         return False
     if not several_hosts:
         # TensorFlow cuts batches that are always full, and that divide, into the same parts.
-        rows = _static_rows(dataset.element_spec)
-        return rows is None or rows % replicas != 0
+        sizes = set(_sizes(dataset.element_spec))
+        return len(sizes) != 1 or any(rows is None or rows % replicas for rows in sizes)
     return _is_cut_between_hosts(dataset)
 
 
@@ -77,12 +77,11 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
                 f"{dataset.element_spec}: call .batch(n) on it"
             )
     _warn_of_unlike_sizes(dataset, replicas)
-    rows = _static_rows(dataset.element_spec)
-    size = rows // replicas if rows is not None and rows % replicas == 0 else None
+    are_even = all(rows and rows % replicas == 0 for rows in _sizes(dataset.element_spec))
 
     def parts(batch: Any) -> tf.data.Dataset:
         indices = tf.data.Dataset.range(first, first + count)
-        return indices.map(lambda index: _part(batch, index, replicas, size))
+        return indices.map(lambda index: _part(batch, index, replicas, are_even))
 
     number = int(dataset.cardinality())
     parts_of_all = dataset.flat_map(_of_elements(dataset, parts))
@@ -110,15 +109,15 @@ def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
 
 
 @tf.autograph.experimental.do_not_convert
-def _part(batch: Any, index: tf.Tensor, replicas: int, size: int | None) -> Any:
+def _part(batch: Any, index: tf.Tensor, replicas: int, are_even: bool) -> Any:
     first = next(filter(tf.is_tensor, tf.nest.flatten(batch)), None)
 
     def own(value: Any) -> Any:
         if not tf.is_tensor(value):
             return value
         part = _own_rows(value, first, index, replicas)
-        if size is not None and isinstance(part, tf.Tensor):
-            part.set_shape([size, *value.shape[1:]])
+        if are_even and isinstance(part, tf.Tensor):
+            part.set_shape([value.shape[0] // replicas, *value.shape[1:]])
         return part
 
     # A dataset's structure is TensorFlow's, with composite tensors as leaves.
@@ -158,12 +157,6 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
         return step.on_each(devices, own, range(len(devices)))
 
     return tf.nest.map_structure(divided, batch)
-
-
-def _static_rows(spec: Any) -> int | None:
-    """Returns the number of examples in each batch, if it is known and the same in all tensors."""
-    rows = set(_sizes(spec))
-    return rows.pop() if len(rows) == 1 else None
 
 
 def _sizes(spec: Any) -> list[int | None]:

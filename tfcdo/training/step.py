@@ -10,7 +10,7 @@ import contextlib
 import dataclasses
 import functools
 import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence, Set
 from typing import Any
 
 import tensorflow as tf
@@ -37,6 +37,8 @@ class ReplicaStep:
     total: Any = None  # The number of examples on all replicas.
     rows_of_all: Sequence[Any] = ()  # The number of examples of each replica, on all hosts.
     is_even: bool = False  # All replicas are known to have equally many examples, at least one.
+    # Then the rows of the batch's tensors on each replica, but 1: such a row is for all examples.
+    sizes: Set[Any] = frozenset()
     # The distributed variables that the replica assigns, by identity.
     writes: dict[int, Any] = dataclasses.field(default_factory=dict)
     # What Keras keeps for the thread that has begun the step.
