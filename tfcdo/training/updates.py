@@ -164,30 +164,31 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
     """Raises a ValueError unless an optimizer and its variables are of the strategy's scope."""
     for leaf in (optimizer, *keras_internals.leaves(optimizer)):
         if keras_internals.strategy_of(leaf) is not strategy:
-            what, other = f"optimizer {leaf.name!r}", "that calls model.compile with its name"
-            raise _made_outside(what, strategy, "that runs it", other)
+            raise ValueError(
+                f"the optimizer {leaf.name!r} must be made in the scope of the strategy that runs "
+                f"it, {type(strategy).__name__}; it was made outside: move the line that makes "
+                "it, or that calls model.compile with its name, into `with strategy.scope():`"
+            )
     for variable in variables or ():
         if not _is_made_here(variable, strategy):
-            what = f"variable {keras_internals.path_of(variable)!r}"
-            raise _made_outside(what, strategy, "that trains it", "calls `enable_lora`")
+            raise ValueError(
+                f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
+                f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
+                "move the line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
+            )
 
 
 def check_metrics(model: Any) -> None:
     """Raises a ValueError unless a model's metrics are of its strategy's scope."""
+    strategy = model.distribute_strategy
     for variable in model.metrics_variables:
-        if not _is_made_here(variable, model.distribute_strategy):
-            what = f"metric of the variable {keras_internals.path_of(variable)!r}"
-            strategy = model.distribute_strategy
-            raise _made_outside(what, strategy, "of its model", "that calls model.compile")
-
-
-def _made_outside(what: str, strategy: Any, use: str, other: str) -> ValueError:
-    """Returns the error for something that was not made in the scope of its strategy."""
-    return ValueError(
-        f"the {what} must be made in the scope of the strategy {use}, {type(strategy).__name__}; "
-        f"it was made outside: move the line that makes it, or {other}, into "
-        "`with strategy.scope():`"
-    )
+        if not _is_made_here(variable, strategy):
+            raise ValueError(
+                f"the metric of the variable {keras_internals.path_of(variable)!r} must be made in "
+                f"the scope of the strategy of its model, {type(strategy).__name__}; it was made "
+                "outside: move the line that makes it, or that calls model.compile, into "
+                "`with strategy.scope():`"
+            )
 
 
 def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
