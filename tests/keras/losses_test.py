@@ -77,8 +77,7 @@ class LossesTest(kt.TrainingTestCase):
 
         class Own(keras.losses.Loss):
             def __call__(self, y: Any, x: Any, weights: Any = None) -> tf.Tensor:
-                errors = keras.losses.mean_absolute_error(y, x)
-                average = tf.nn.compute_average_loss(errors)  # As in TensorFlow's tutorials.
+                average = tf.nn.compute_average_loss(keras.losses.mean_absolute_error(y, x))
                 return loss(y, x) + keras.losses.MeanAbsoluteError()(y, x) + average
 
         def make(run_eagerly: bool) -> keras.Model:

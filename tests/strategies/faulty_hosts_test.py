@@ -92,7 +92,7 @@ def _delay(fault: str, here: bool, folder: str, delay: str = "0") -> None:
     with strategy.scope():
         layers = [keras.layers.Input((8,)), keras.layers.Dense(8)]
         if fault == "step":  # It comes in time to the collective that asks for data.
-            late = float(delay) if here else 0.0
+            late = here * float(delay)
             layers.insert(1, keras.layers.Lambda(lambda inputs: _slept(inputs, late), (8,)))
         model = keras.Sequential(layers)
         model.compile("sgd", "mse", steps_per_execution=4 if fault == "step" else 1)

@@ -16,7 +16,7 @@ import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
 from clusters import disagreeing, other_strategy, scope, weights
-from keras_training import model_of
+from keras_training import dense_layers, model_of
 from testing_utils import DTYPES, MEAN, SUM
 
 import tfcdo
@@ -338,9 +338,12 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
         other.extended.batch_reduce_to(SUM if is_chief else MEAN, [(value, value)])
 
     def size_known_on_one_host(other: Any) -> None:
+        def on_replica(own: tf.Tensor) -> tf.Tensor:
+            return tf.distribute.get_replica_context().all_reduce(SUM, own)
+
         signature = [tf.TensorSpec([3] if is_chief else [None])]
-        add = tf.function(lambda v: other.reduce(SUM, other.run(tf.square, [v]), None), signature)
-        add(tf.ones([3]))
+        step = tf.function(lambda value: other.run(on_replica, [value]), signature, autograph=False)
+        step(tf.ones([3]))
 
     cases = {
         "size": (size_known_on_one_host, r"values, element 0 of 1: f\S*\[(3|\?)\] on host \d"),
@@ -354,11 +357,10 @@ def _refused_steps(strategy: Any, is_chief: bool) -> None:
 
 def _refused_batches(strategy: Any, is_chief: bool) -> None:
     """Fits on batches that each host makes, and of which each takes the others' to be alike."""
-    size, arrays = 4 if is_chief else 6, (np.ones([24, 2]), np.ones([24, 1]))
+    size, arrays = 4 if is_chief else 6, (np.ones([24, 4]), np.ones([24, 2]))
     rows = tf.data.Dataset.from_tensor_slices(arrays).repeat().batch(size, drop_remainder=True)
     with strategy.scope():
-        layers = [keras.Input([2]), keras.layers.Dense(1)]
-        model = model_of(lambda: layers, "sgd", run_eagerly=False)
+        model = model_of(dense_layers, "sgd", run_eagerly=False)
     batches = strategy.distribute_datasets_from_function(lambda _: rows)
     with disagreeing("batches", "examples of a replica: (4.* 6|6.* 4)"):
         model.fit(batches, steps_per_epoch=2, shuffle=False, verbose=0)

@@ -243,9 +243,8 @@ class ReplicaExtended:
             rows = own if hosts == 1 else self._of_all_hosts(own)
             rows[first : first + len(devices)] = own  # Some may be known while a step is traced.
         is_even = isinstance(rows[0], int) and rows[0] > 0 and len(set(rows)) == 1
-        alike = set[int | None]()
-        if is_even and step.now.method:
-            alike = {one[0] for one in sizes if len(set(one)) == 1} - {None, 1}
+        are_known = is_even and step.now.method
+        alike = {one[0] for one in sizes if are_known and len(set(one)) == 1} - {None, 1}
         *befores, total = [0 * rows[0], *itertools.accumulate(rows)]
         return [
             ReplicaStep(index, replicas, rows[at], befores[at], total, rows, is_even, alike)

@@ -279,28 +279,40 @@ def _with_other_hosts(
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
-    known: dict[str, Any] = {n: str(call.arguments[n]) for n in _OF_STEPS if n in call.arguments}
-    known["class_weight"] = str(sorted((call.arguments.get("class_weight") or {}).items()))
-    x = call.arguments.get("x")
+    alike = _known_of_call(call.arguments) | _known_of_model(model)
+    return joined.calling({"what": own.__name__, **alike})
+
+
+def _known_of_call(arguments: dict[str, Any]) -> dict[str, Any]:
+    """Returns what the arguments of `fit` and the like must have alike on all hosts."""
+    known: dict[str, Any] = {name: str(arguments[name]) for name in _OF_STEPS if name in arguments}
+    known["class_weight"] = str(sorted((arguments.get("class_weight") or {}).items()))
+    x = arguments.get("x")
     known["batches of x"] = str(x.num_batches if isinstance(x, keras.utils.PyDataset) else None)
     if isinstance(x, tf.data.Dataset):
         known["tensors of x"] = [type(spec).__name__ for spec in tf.nest.flatten(x.element_spec)]
     for name in ("x", "y", "sample_weight"):
-        values = tf.nest.flatten(call.arguments.get(name))
+        values = tf.nest.flatten(arguments.get(name))
         known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
+    return known
+
+
+def _known_of_model(model: Any) -> dict[str, Any]:
+    """Returns what a model, and its `compile`, must have alike on all hosts."""
     # A model that only predicts may not be compiled.
     optimizer, loss = (getattr(model, name, None) for name in ("optimizer", "loss"))
     compiled = keras_internals.compiled_with(model)
-    about = {
+    parts_of = {
         "optimizer": keras_internals.leaves(optimizer),
         **{name: tf.nest.flatten(compiled.get(name)) for name in _OF_COMPILE},
         "loss": tf.nest.flatten(loss),
         "layers": model.layers,
     }
-    known |= {name: [*map(keras_internals.settings_of, values)] for name, values in about.items()}
-    known |= {name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")}
-    known["trainable_weights"] = [str(weight.shape) for weight in model.trainable_weights]
-    return joined.calling({"what": own.__name__, **known})
+    return {
+        **{name: [*map(keras_internals.settings_of, ones)] for name, ones in parts_of.items()},
+        **{name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")},
+        "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
+    }
 
 
 def _session_of(strategy: Any) -> session.Session | None:

@@ -50,8 +50,8 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
         return False
     if not several_hosts:
         # TensorFlow cuts batches that are always full, and that divide, into the same parts.
-        sizes = set(_sizes(dataset.element_spec))
-        return len(sizes) != 1 or any(rows is None or rows % replicas for rows in sizes)
+        sizes = _sizes(dataset.element_spec)
+        return len(set(sizes)) != 1 or not _divide(sizes, replicas)
     return _is_cut_between_hosts(dataset)
 
 
@@ -77,7 +77,7 @@ def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.d
                 f"{dataset.element_spec}: call .batch(n) on it"
             )
     _warn_of_unlike_sizes(dataset, replicas)
-    are_even = all(rows and rows % replicas == 0 for rows in _sizes(dataset.element_spec))
+    are_even = _divide(_sizes(dataset.element_spec), replicas)
 
     def parts(batch: Any) -> tf.data.Dataset:
         indices = tf.data.Dataset.range(first, first + count)
@@ -163,6 +163,11 @@ def _sizes(spec: Any) -> list[int | None]:
     """Returns the first size of each tensor in a batch, None if it is not known."""
     shapes = [getattr(one, "shape", None) for one in tf.nest.flatten(spec)]
     return [shape[0] if shape is not None and shape.rank else None for shape in shapes]
+
+
+def _divide(sizes: Sequence[int | None], replicas: int) -> bool:
+    """Returns whether the numbers of rows are known and divide by the number of replicas."""
+    return all(rows is not None and rows % replicas == 0 for rows in sizes)
 
 
 def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
