@@ -472,9 +472,8 @@ def dataset_of(iterator: Any) -> Any:
     return getattr(iterator.data_adapter, "_dataset", None)
 
 
-def is_shuffled(iterator: Any) -> bool:
-    """Returns whether Keras shuffles the data of a model's iterator."""
-    adapter = iterator.data_adapter
+def is_shuffled(adapter: Any) -> bool:
+    """Returns whether Keras shuffles the data of an adapter, such as `EpochIterator`'s."""
     return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
 
 

@@ -1,4 +1,4 @@
-"""What hosts and replicas must have alike: calls of `fit`, models, and the numbers in them."""
+"""What hosts must have alike: calls of `fit`, models, the order of data, and all weights."""
 
 from __future__ import annotations
 
@@ -9,9 +9,10 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import keras_internals
+from tfcdo import keras_internals, tf_internals
+from tfcdo.cluster import session
 from tfcdo.exchange.rounding import ROUNDOFF
-from tfcdo.training import updates
+from tfcdo.training import parts, step, updates
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -20,6 +21,8 @@ _OF_INDEX, _FIRST, _SECOND = (
     for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _HALF = np.int64(32)
+# The attribute of a dataset whose order follows a seed that only the hosts of now know.
+OF_PROCESSES = "_tfcdo_of_processes"
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 # Arguments of `fit`, `evaluate` and `predict` by which hosts take steps.
 _OF_STEPS = (
@@ -65,6 +68,45 @@ def of_model(model: Any) -> dict[str, Any]:
         **{name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")},
         "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
     }
+
+
+@tf.autograph.experimental.do_not_convert
+def shuffled(
+    own: Function, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any
+) -> tf.data.Dataset:
+    """Stands for `Dataset.shuffle`: without a seed, all hosts have the same one."""
+    joined = session.current()
+    if joined is None or seed is not None or tf_internals.has_global_seed():
+        return own(dataset, buffer_size, seed, *args, **kwargs)
+    tf.compat.v1.get_seed(None)  # Raises TensorFlow's error if ops must be deterministic.
+    seed = joined.seed(f"shuffle of {dataset.element_spec}")
+    made = own(dataset, buffer_size, seed, *args, **kwargs)
+    setattr(made, OF_PROCESSES, True)
+    return made
+
+
+def of_arrays(own: Function, adapter: Any) -> tf.data.Dataset:
+    """Stands for `get_tf_dataset` of arrays: without a seed, all hosts have the same order."""
+    joined = step.now.session
+    if joined is None or tf_internals.has_global_seed() or not keras_internals.is_shuffled(adapter):
+        return own(adapter)
+    tf.compat.v1.get_seed(None)  # As above.
+    seed = joined.seed("the order of arrays")
+    with tf_internals.plain_variables("/cpu:0"):
+        epoch = tf.Variable(0, dtype=tf.int64)
+    with step.during(order=(seed, epoch)):
+        dataset = own(adapter)
+    setattr(dataset, parts.SEEDS, [seed])
+    return dataset
+
+
+@tf.autograph.experimental.do_not_convert
+def permuted(own: Function, value: Any, seed: Any = None, name: Any = None) -> tf.Tensor:
+    """Stands for `tf.random.shuffle`, by which Keras orders arrays, in each epoch anew."""
+    if step.now.order is None:
+        return own(value, seed, name)
+    first, epoch = step.now.order
+    return tf.random.experimental.stateless_shuffle(value, [first, epoch.assign_add(1)])
 
 
 class WeightComparison:

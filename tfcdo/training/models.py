@@ -54,6 +54,9 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield trainer, "_make_function", keras_internals.mark_step
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
+    yield tf.data.Dataset, "shuffle", alike.shuffled
+    yield keras_internals.ArrayDataAdapter, "get_tf_dataset", alike.of_arrays
+    yield tf.random, "shuffle", alike.permuted
     yield keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset
     yield trainer, "_get_metrics_result_or_logs", _metrics_or_logs
     for name in ("train_on_batch", "test_on_batch"):
@@ -246,14 +249,14 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     return history
 
 
-def _with_other_hosts(
-    own: Function, model: Any, args: Any, kwargs: Any
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for `fit` and the like; an error if hosts call it in different ways."""
+@contextlib.contextmanager
+def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Is there for `fit` and the like; raises an error if hosts call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     joined = _session_of(model.distribute_strategy)
     if joined is None:
-        return contextlib.nullcontext()
+        yield
+        return
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
     if isinstance(
         function, alike.CheckedFunction
@@ -262,7 +265,8 @@ def _with_other_hosts(
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
     described = alike.of_call(call.arguments) | alike.of_model(model)
-    return joined.calling({"what": own.__name__, **described})
+    with joined.calling({"what": own.__name__, **described}), step.during(session=joined):
+        yield
 
 
 def _session_of(strategy: Any) -> session.Session | None:
