@@ -63,7 +63,9 @@ def extensions() -> Iterator[keras_internals.Extension]:
         yield trainer, name, _on_batch
     for name in ("evaluate", "predict"):
         yield keras.Model, name, _with_data
-    for name in ("save", "save_weights", "export", "get_weights", "predict_on_batch"):
+    for name in ("save", "save_weights"):
+        yield keras.Model, name, _save
+    for name in ("export", "get_weights", "predict_on_batch"):
         yield keras.Model, name, _with_common_parameters
     for name in ("set_weights", "load_weights"):
         yield keras.Model, name, _begin_outer_again
@@ -328,6 +330,19 @@ def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any
     """Uses or saves a model's parameters that all hosts have."""
     with diloco.common_parameters(model):
         return own(model, *args, **kwargs)
+
+
+def _save(own: Function, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Saves a model's parameters that all hosts have; also if hosts save to one path."""
+    joined = _session_of(model.distribute_strategy)
+    # Keras may ask before it overwrites a file, or save several.
+    is_plain = not args and kwargs in ({}, {"overwrite": True})
+    if joined is None or not is_plain or not str(filepath).endswith((".keras", ".h5")):
+        return _with_common_parameters(own, model, filepath, *args, **kwargs)
+    folder, slash, name = str(filepath).rpartition("/")  # It may be of a cloud.
+    of_host = f"{folder}{slash}.{joined.cluster.index}-{name}"
+    _with_common_parameters(own, model, of_host, **kwargs)
+    return tf.io.gfile.rename(of_host, filepath, overwrite=True)
 
 
 def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
