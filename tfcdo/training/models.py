@@ -16,7 +16,7 @@ import keras
 import numpy as np
 import tensorflow as tf
 
-from tfcdo import keras_internals, tf_internals
+from tfcdo import keras_internals, log, tf_internals
 from tfcdo.cluster import session
 from tfcdo.training import alike, diloco, draws, jit, losses, parts, statistics, step, updates
 
@@ -266,6 +266,12 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
+    callbacks = tf.nest.flatten(call.arguments.get("callbacks"))
+    if any(isinstance(one, keras.callbacks.BackupAndRestore) for one in callbacks):
+        log.warn_once(
+            "keras.callbacks.BackupAndRestore is for one host: at the end of fit each host removes "
+            "the folder, in which another may be writing; use tfcdo.keras.BackupAndRestore"
+        )
     described = alike.of_call(call.arguments) | alike.of_model(model)
     with joined.calling({"what": own.__name__, **described}), step.during(session=joined):
         yield
