@@ -203,6 +203,7 @@ class SummaryTest(absltest.TestCase):
             _op("y/_8", 5.0, 9.0, "_Recv"),
             _op("y/_7", 6.0, 6.5, "_Send", name, cpu(2), cpu(0)),
             _op("z/_9", 7.0, 7.5, "_Send", "elsewhere", cpu(2), cpu(0)),
+            _op(f"{name}/_3", 7, 7, "_Send", "tfcdo/pack4/across_hosts/0to0/y", cpu(0), cpu(1)),
             _op(f"{name}/_11", 9.0, 9.5, "_Send", "user", cpu(0), cpu(1)),
             # As between GPUs, where the op that sends came first.
             _op("w/_4", 9.6, 10.0, "_Recv"),

@@ -27,7 +27,7 @@ REDUCE, BROADCAST, GATHER, ADD = "reduce", "broadcast", "gather", "add"
 _SCOPE = re.compile(r"(?:^|/)(tfcdo(?:_\d+)?)/")
 _EDGE = re.compile(
     r"(?:^|/)(?P<scope>tfcdo(?:_\d+)?)/(?:pack|rows)(?P<pack>\d+)/"
-    r"(?P<phase>reduce|receive|broadcast|gather)/"
+    r"(?P<phase>reduce|receive|across_hosts|broadcast|gather)/"
     r"(?P<sources>\d+(?:and\d+)*)to(?P<target>\d+)(?:_\d+)?(?:/.*)?$"
 )
 # TensorFlow's suffix for the name of an op whose result it sends to another device; where it is
@@ -90,7 +90,7 @@ def find(
 def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
     for event in events:
         found = _EDGE.search(event.name) if event.op == "AddN" else None
-        if found:
+        if found and found["phase"] == "reduce":
             sources = tuple(map(int, found["sources"].split("and")))
             yield EdgeRun(
                 found["scope"], int(found["pack"]), ADD, sources, int(found["target"]),
@@ -136,6 +136,8 @@ def _send_of(event: Event) -> _Send | None:
     if event.op not in ("_Send", "_Recv") or not event.from_device:
         return None
     to_edge = _EDGE.search(event.receiver)
+    if to_edge and to_edge["phase"] == "across_hosts":
+        return None  # A collective's key, or the sign that it has begun or ended.
     if to_edge:
         # Where copies are cast, received values are cast back before they are added.
         kind = REDUCE if to_edge["phase"] == "receive" else to_edge["phase"]
