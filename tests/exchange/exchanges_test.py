@@ -23,6 +23,7 @@ from tfcdo.exchange import Blocks, Cast, DiLoCo, Exchange, PowerSGD, Rehearsal, 
 from tfcdo.exchange.casts import BY_NAME
 from tfcdo.exchange.protocol import calls_of
 from tfcdo.execute.interpreter import recently_planned
+from tfcdo.training import diloco
 
 _PAGE = pathlib.Path(__file__).parents[2] / "docs" / "own-exchange.md"
 _NAMES: dict[str, Any] = {"__name__": "own_exchange"}
@@ -211,6 +212,7 @@ class BrokenTest(parameterized.TestCase):
         ("block must be at least 2; got 1", Blocks, {"block": 1}),
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
+        ("optimizer of outer=DiLoCo must .* got {'a': 1}: KeyError", diloco._make, {"given": {"a": 1}}),
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
         ("with @.*frozen", Rehearsal, {**_REHEARSED, "exchange": type("Own", (Sum,), {})()}),
         ("a tuple in place of a list", Rehearsal, {**_REHEARSED, "exchange": _Wrong([])}),
