@@ -212,7 +212,7 @@ class BrokenTest(parameterized.TestCase):
         ("block must be at least 2; got 1", Blocks, {"block": 1}),
         ("must divide every, 50; got fragments=4", DiLoCo, {"every": 50, "fragments": 4}),
         ("must be a function that makes a Keras", DiLoCo, {"every": 50, "optimizer": 0.7}),
-        ("optimizer of outer=DiLoCo must .* got {'a': 1}: KeyError", diloco._make, {"given": {"a": 1}}),
+        ("optimizer of .*DiLoCo must .* got .*: KeyError", diloco._make, {"given": {"a": 1}}),
         ("exchange must be an object .*'int8'", Rehearsal, {**_REHEARSED, "exchange": "int8"}),
         ("with @.*frozen", Rehearsal, {**_REHEARSED, "exchange": type("Own", (Sum,), {})()}),
         ("a tuple in place of a list", Rehearsal, {**_REHEARSED, "exchange": _Wrong([])}),
