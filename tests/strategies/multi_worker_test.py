@@ -480,7 +480,6 @@ def explained(strategy: Any) -> None:
     packs = [pack.num_bytes for pack in told.packs]
     assert [ran[pack] for pack in sorted(ran)] == packs and len(set(packs)) > 1, (ran, packs)
     assert told.devices == other.extended.worker_devices, told
-    step()
     with tfcdo.trace(f"{strategy.cluster_resolver.task_id}.json") as traced:
         step()
     recorded: Any = traced.recording
