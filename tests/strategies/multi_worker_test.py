@@ -465,8 +465,8 @@ def explained(strategy: Any) -> None:
     @tf.function(autograph=False)
     def step() -> Any:
         def on_each() -> Any:
-            # Not constants, which would all be one.
-            values = [tf.random.stateless_uniform(shape, (1, 2)) for shape in shapes]
+            # Not constants, which would all be one, and be added before the step.
+            values = [tf.random.uniform(shape) for shape in shapes]
             return tf.distribute.get_replica_context().all_reduce("SUM", values)
 
         return other.run(on_each)
@@ -480,6 +480,11 @@ def explained(strategy: Any) -> None:
     packs = [pack.num_bytes for pack in told.packs]
     assert [ran[pack] for pack in sorted(ran)] == packs and len(set(packs)) > 1, (ran, packs)
     assert told.devices == other.extended.worker_devices, told
+    with tfcdo.trace(f"{strategy.cluster_resolver.task_id}.json") as traced:
+        step()
+    recorded: Any = traced.recording
+    sent = {(run.pack, run.way) for run in recorded.runs if run.kind == "broadcast"}
+    assert sent == {(p, ("0→1", "1→0")[p % 2]) for p in range(len(packs))}, sent
     told = tfcdo.AutoAllReduce().explain(shapes)
     assert set(strategy.extended.worker_devices) <= set(told.devices), told.devices
     assert len({device.rpartition("/")[0] for device in told.devices}) == 1, told.devices

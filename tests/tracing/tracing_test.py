@@ -112,14 +112,13 @@ def _chain() -> Any:
 
 class OtherPlansTest(tf.test.TestCase):
     def test_the_same_devices_in_another_order(self):
-        ops = _chain()
-        step, other = (step_on(ops, order) for order in ((0, 1, 2), (2, 0, 1)))
+        step, other = (step_on(_chain(), order) for order in ((0, 1, 2), (2, 0, 1)))
         step()
         other()
         found = profiled(step, step)
         (runs,) = found.runs_of_step().values()
-        plan: Any = profile.plan_of(runs, found.planned)
-        self.assertEqual(tu.device_names(_DEVICES), plan.devices)
+        plans = {run.planned for run in runs if run.planned}
+        self.assertEqual([tu.device_names(_DEVICES)], [plan.devices for plan in plans])
         ways = ["1→0", "2→1"]
         self.assertEqual({*ways}, {run.way for run in runs if run.kind == profile.REDUCE})
         self.assertContainsSubset(ways, {run.lane for run in found.planned_runs(runs)})
@@ -203,6 +202,7 @@ class SummaryTest(absltest.TestCase):
             _op("y/_8", 5.0, 9.0, "_Recv"),
             _op("y/_7", 6.0, 6.5, "_Send", name, cpu(2), cpu(0)),
             _op("z/_9", 7.0, 7.5, "_Send", "elsewhere", cpu(2), cpu(0)),
+            _op(f"{name}/_3", 7, 7, "_Send", "tfcdo/pack4/across_hosts/0to0/y", cpu(0), cpu(1)),
             _op(f"{name}/_11", 9.0, 9.5, "_Send", "user", cpu(0), cpu(1)),
             # As between GPUs, where the op that sends came first.
             _op("w/_4", 9.6, 10.0, "_Recv"),
@@ -256,8 +256,7 @@ class CommandTest(parameterized.TestCase):
     def test_a_script_with_a_status_of_its_own(self):
         status, output, files = self.run_trace()
         self.assertEqual((status, files), (3, ["out.json", "script.py"]))
-        self.assertIn("tfcdo: 1 step of ", output)
-        self.assertIn("out.json", output)
+        self.assertRegex(output, r"(?s)tfcdo: 1 step of .*out\.json")
 
     @parameterized.parameters(
         ("open('no-such-file')", "FileNotFoundError: .*'no-such-file'"),
@@ -275,8 +274,7 @@ class CommandTest(parameterized.TestCase):
     def test_a_script_that_ends_too_early(self):
         status, output, files = self.run_trace("--after", "60", script="raise SystemExit('bye')")
         self.assertEqual((status, files), (1, ["script.py"]))
-        self.assertIn("bye", output)
-        self.assertIn("the script ended before --after 60 s", output)
+        self.assertRegex(output, "(?s)bye.*the script ended before --after 60 s")
         error = tf.errors.AlreadyExistsError(None, None, "Another profiler is running.")
         self.enter_context(mock.patch.object(callbacks.Profiler, "start", side_effect=error))
         status, output, files = self.run_trace()
@@ -322,10 +320,7 @@ class TraceSummaryTest(absltest.TestCase):
         self.assertIsNone(made[0]._profiler)
         begin()
         made.clear()
-        path = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "out.json")
-        with tfcdo.trace(path) as traced:
-            step()
-        self.assertEqual(traced.summary.num_steps, 1)
+        self.assertEqual(profiled(step).summary.num_steps, 1)
 
     def test_where_something_else_profiles(self):
         error = tf.errors.AlreadyExistsError(None, None, "another profiler")

@@ -63,7 +63,9 @@ def _read(name: str) -> str:
         with click.open_file(name, encoding="utf-8") as file:
             return str(file.read()).removeprefix("\ufeff")
     except FileNotFoundError:
-        raise ValueError(f"{name!r} is neither a file nor a known machine: {_MACHINES}") from None
+        raise ValueError(
+            f"{name!r} is neither a file nor a known machine: {_MACHINES}, or as in nvswitch:16"
+        ) from None
     except UnicodeDecodeError:
         raise ValueError(f"{name}: expected text; the file holds something else") from None
     except OSError as error:

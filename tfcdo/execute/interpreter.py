@@ -232,8 +232,10 @@ def _after(pack: Pack, held: Held, after: Held, devices: Sequence[str]) -> Held:
 def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Runtime) -> list[Any]:
     """Adds the other hosts' parts, divides and rounds, on the root."""
     pack = plan.packs[index]
+    assert pack.tree is not None
+    node = pack.tree.root
     if runtime.collectives is not None:
-        with tf.name_scope("across_hosts"):
+        with tf.name_scope(f"across_hosts/{node}to{node}"):
             match pack.kind:
                 case "rows":
                     total = rows.add_other_hosts(
@@ -245,8 +247,7 @@ def _root_step(plan: Plan, index: int, total: list[Any], root: str, runtime: Run
                     total = _exchanged(plan, index, total, root, runtime)
     if pack.kind == "concat":
         return total
-    assert pack.tree is not None
-    divide, dtype, node = pack.root.divide, tf.as_dtype(pack.dtype), pack.tree.root
+    divide, dtype = pack.root.divide, tf.as_dtype(pack.dtype)
     with tf.device(root), tf.name_scope(f"reduce/{node}to{node}"):
         if pack.kind == "rows":
             return [

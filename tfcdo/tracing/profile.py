@@ -27,7 +27,7 @@ REDUCE, BROADCAST, GATHER, ADD = "reduce", "broadcast", "gather", "add"
 _SCOPE = re.compile(r"(?:^|/)(tfcdo(?:_\d+)?)/")
 _EDGE = re.compile(
     r"(?:^|/)(?P<scope>tfcdo(?:_\d+)?)/(?:pack|rows)(?P<pack>\d+)/"
-    r"(?P<phase>reduce|receive|broadcast|gather)/"
+    r"(?P<phase>reduce|receive|across_hosts|broadcast|gather)/"
     r"(?P<sources>\d+(?:and\d+)*)to(?P<target>\d+)(?:_\d+)?(?:/.*)?$"
 )
 # TensorFlow's suffix for the name of an op whose result it sends to another device; where it is
@@ -61,7 +61,7 @@ class EdgeRun:
     target: int
     start: float  # In seconds: of a copy, when one device has sent and the other asks.
     end: float
-    devices: tuple[str, ...] = dataclasses.field(default=(), compare=False)
+    planned: Planned | None = dataclasses.field(default=None, compare=False)  # None if it adds.
 
     @property
     def way(self) -> str:
@@ -90,7 +90,7 @@ def find(
 def _additions(events: Sequence[Event]) -> Iterator[EdgeRun]:
     for event in events:
         found = _EDGE.search(event.name) if event.op == "AddN" else None
-        if found:
+        if found and found["phase"] == "reduce":
             sources = tuple(map(int, found["sources"].split("and")))
             yield EdgeRun(
                 found["scope"], int(found["pack"]), ADD, sources, int(found["target"]),
@@ -110,14 +110,15 @@ def _copies(
             step = bisect.bisect_right(starts, event.start)
             sends[step, send.name["scope"]].append(send)
     for (_, scope), ones in sends.items():
-        devices = _devices_of(scope, ones, planned)
+        chosen = _plan_of(scope, ones, planned)
+        devices = chosen.devices if chosen else ()
         for send in ones:
             sent_from, sent_to = send.event.from_device, send.event.to_device
             if sent_from in devices and sent_to in devices:
                 source, target = devices.index(sent_from), devices.index(sent_to)
                 start, end = _interval(send.event, receives)
                 pack = int(send.name["pack"])
-                yield EdgeRun(scope, pack, send.kind, (source,), target, start, end, devices)
+                yield EdgeRun(scope, pack, send.kind, (source,), target, start, end, chosen)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -136,6 +137,8 @@ def _send_of(event: Event) -> _Send | None:
     if event.op not in ("_Send", "_Recv") or not event.from_device:
         return None
     to_edge = _EDGE.search(event.receiver)
+    if to_edge and to_edge["phase"] == "across_hosts":
+        return None  # A collective's key, or the sign that it has begun or ended.
     if to_edge:
         # Where copies are cast, received values are cast back before they are added.
         kind = REDUCE if to_edge["phase"] == "receive" else to_edge["phase"]
@@ -146,18 +149,22 @@ def _send_of(event: Event) -> _Send | None:
     return _Send(event, from_edge, BROADCAST, event.from_device) if from_edge else None
 
 
-def _devices_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> tuple[str, ...]:
-    """Returns the devices of the plan that agrees with most names of ops; the newest of several."""
+def _plan_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> Planned | None:
+    """Returns the plan that agrees with most names of ops; the newest of several."""
 
-    def agreeing(devices: tuple[str, ...]) -> int:
-        return sum(
-            devices[target : target + 1] == (send.numbered,)
-            for send in sends
-            for target in [int(send.name["target"])]
-        )
+    def agreeing(one: Planned) -> int:
+        trees = [pack.tree.parents if pack.tree else () for pack in one.plan.packs]
+        count = 0
+        for send in sends:
+            pack, target = int(send.name["pack"]), int(send.name["target"])
+            count += one.devices[target : target + 1] == (send.numbered,)
+            if send.kind == REDUCE and pack < len(trees):
+                sources = map(int, send.name["sources"].split("and"))
+                count += all(trees[pack][source : source + 1] == (target,) for source in sources)
+        return count
 
-    known = (one.devices for one in planned if one.scope.rpartition("/")[2] == scope)
-    return max(known, key=agreeing, default=())
+    known = (one for one in planned if one.scope.rpartition("/")[2] == scope)
+    return max(known, key=agreeing, default=None)
 
 
 def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:
@@ -177,31 +184,6 @@ def _interval(send: Event, receives: dict[str, list[Event]]) -> tuple[float, flo
     if first == len(ones):
         return send.start, send.end
     return max(send.start, ones[first].start), ones[first].end
-
-
-def plan_of(runs: Sequence[EdgeRun], planned: Sequence[Planned]) -> Planned | None:
-    """Finds the plan of the all-reduce that some copies and additions are of."""
-    edges = {
-        (run.pack, source, run.target)
-        for run in runs
-        if run.kind in (REDUCE, ADD)
-        for source in run.sources
-    }
-    devices = {run.devices for run in runs if run.kind != ADD}
-    for one in planned:
-        if not edges or one.scope.rpartition("/")[2] != runs[0].scope:
-            continue
-        if devices and one.devices not in devices:
-            continue
-        of_plan = {
-            (pack, child, parent)
-            for pack, pack_plan in enumerate(one.plan.packs)
-            for child, parent in enumerate(pack_plan.tree.parents if pack_plan.tree else ())
-            if parent is not None
-        }
-        if edges <= of_plan:
-            return one
-    return None
 
 
 def read(folder: pathlib.Path) -> tuple[Event, ...]:

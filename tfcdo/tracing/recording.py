@@ -197,7 +197,7 @@ class Recording:
 
     def planned_runs(self, runs: Sequence[EdgeRun]) -> list[EdgeRun]:
         """Simulates the plan of the all-reduce that some edges are of, from 0 on."""
-        planned = profile.plan_of(runs, self.planned)
+        planned = next((run.planned for run in runs if run.planned), None)
         if planned is None or not planned.plan.has_known_times:
             return []
         machine = self.topology or detect(planned.devices)

@@ -241,7 +241,13 @@ def common_parameters(model: Any) -> Iterator[None]:
 def _make(given: Any) -> Any:
     """Makes an outer optimizer; raises an error unless all hosts have made the same."""
     made = given() if callable(given) else given
-    optimizer = keras.optimizers.get(_DEFAULT() if made is None else made)
+    try:
+        optimizer = keras.optimizers.get(_DEFAULT() if made is None else made)
+    except (KeyError, TypeError, ValueError) as error:
+        raise ValueError(
+            "optimizer of outer=DiLoCo must make, or be, what keras.optimizers.get takes; "
+            f"got {given!r}: {error!r}"
+        ) from error
     setattr(optimizer, _IS_OUTER, True)
     joined = session.current()
     if joined is not None:
