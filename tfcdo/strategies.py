@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect, num_cores
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step, updates
+from tfcdo.training import diloco, models, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -249,7 +249,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
             raise ValueError(
                 "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"
             )
-        diloco.finish(self, updates.states_of(optimizer))
+        diloco.finish(self, diloco.states_of(optimizer))
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Says how far each host was behind the others in the last 10 to 20 steps.

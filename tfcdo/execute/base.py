@@ -18,7 +18,7 @@ from tfcdo.execute.between import Network
 from tfcdo.execute.device_ops import on_each
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.interpreter import Owned
+from tfcdo.execute.interpreter import Summed
 from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.algorithms import deal_owners
@@ -225,10 +225,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             for shape in known:
                 placeholder = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
                 values.append(tf_internals.per_replica(on_each(names, placeholder)))
-            if sharded:
-                reductions = request.check_owned(values, [None] * len(values), owners, names)
-            else:
-                reductions = request.check_pairs([(value, value) for value in values])
+            paths = [None] * len(values)
+            reductions = request.check_gradients(values, paths, names, owners)
             found.extend(self._plans_of("sum", reductions))
             for group, plan in found:
                 sums = interpreter.reduce_group(
@@ -301,25 +299,15 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         return [results[position] for position in range(len(results))]
 
     def sum_gradients(
-        self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str], options: Any
-    ) -> list[Any]:
-        """Sums the gradients of the variables of some paths; also one alone may be rounded."""
-        reductions = [
-            dataclasses.replace(reduction, path=path)
-            for reduction, path in zip(request.check_pairs(pairs), paths, strict=True)
-        ]
-        return self._run(self._plans_of("sum", reductions, options))
-
-    def reduce_to_owners(
         self,
-        values: Sequence[Any],
+        grads: Sequence[Any],
         paths: Sequence[str],
-        owners: Sequence[int],
         devices: Sequence[str],
-    ) -> Owned:
-        """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
-        found = self._plans_of("sum", request.check_owned(values, paths, owners, devices))
-        return Owned(tuple(self._run(found)), tuple(found))
+        owners: Sequence[int] = (),
+    ) -> Summed:
+        """Sums the gradients of variables, also one alone, for all devices or each on its owner."""
+        found = self._plans_of("sum", request.check_gradients(grads, paths, devices, owners))
+        return Summed(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None

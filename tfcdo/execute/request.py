@@ -102,17 +102,18 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
     return reductions
 
 
-def check_owned(
-    values: Sequence[Any],
+def check_gradients(
+    grads: Sequence[Any],
     paths: Sequence[str | None],
-    owners: Sequence[int],
     devices: Sequence[str],
+    owners: Sequence[int] = (),
 ) -> list[Reduction]:
-    """Checks values, one component per device; each value is summed on one device."""
-    pairs, to = check_pairs([(value, value) for value in values]), tuple(devices)
+    """Checks gradients of variables, one component per device; owners sum each on one device."""
+    pairs, to = check_pairs([(grad, grad) for grad in grads]), tuple(devices)
+    of_each: Sequence[int | None] = owners or [None] * len(pairs)
     return [
         dataclasses.replace(pair, devices=to, destinations=to, owner=owner, path=path)
-        for pair, owner, path in zip(pairs, owners, paths, strict=True)
+        for pair, path, owner in zip(pairs, paths, of_each, strict=True)
     ]
 
 

@@ -303,14 +303,6 @@ class ReplicaExtended:
             )
         return variable
 
-    def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-        """Sums gradients of the variables of some paths over all replicas, for all replicas."""
-        ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(grad, self._with_default_device(grad)) for grad in grads]
-        if not isinstance(ops, ConfiguredCrossDeviceOps):
-            return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
-        return ops.sum_gradients(pairs, paths, self._communication_options)  # type: ignore[attr-defined]
-
     def gather_rows(self, values: Sequence[Any]) -> list[Any]:
         """Concatenates the rows of each value over all replicas, for all replicas."""
         return list(self._batch_gather_to([(one, one) for one in values], 0))

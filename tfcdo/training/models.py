@@ -262,7 +262,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         with keras_internals.fitting(model):
             history = own(model, *args, **kwargs)
         if is_ours:
-            diloco.finish(model.distribute_strategy, updates.states_of_model(model))
+            diloco.finish(model.distribute_strategy, diloco.states_of_model(model))
     return history
 
 
@@ -385,7 +385,7 @@ def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model other parameters, from which all hosts begin."""
     result = own(model, *args, **kwargs)
-    for state in updates.states_of_model(model):
+    for state in diloco.states_of_model(model):
         state.begin_again()
     return result
 
@@ -472,7 +472,7 @@ class WeightComparison:
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
         # Between two exchanges, all hosts have the same of the outer loop only.
-        states = updates.states_of_model(model)
+        states = diloco.states_of_model(model)
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common

@@ -290,6 +290,24 @@ def copies(value: Any, devices: Sequence[str]) -> Any:
     return on_each(devices, copy, [value] * len(devices))
 
 
+def on_each_alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
+    """Calls a function on each replica, which works alone."""
+    last = last_of(grads)
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(grads: Sequence[Any]) -> Any:
+        with changed(alone=True, counts_after=last):
+            return function(grads)
+
+    return strategy.extended.call_for_each_replica(on_replica, args=(list(grads),))
+
+
+def last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the tensors of the last gradient; a step that fails in its forward pass has none."""
+    last = next((tf_internals.components(one) for one in reversed(grads) if one is not None), ())
+    return list(tf.nest.flatten(last, expand_composites=True))
+
+
 @tf.autograph.experimental.do_not_convert
 def summed(value: Any) -> tf.Tensor:
     """Returns the sum of a value over all replicas, on each; they meet for it."""
