@@ -493,13 +493,6 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
             reduce_op, self._of_each(value), self._with_default_device(destinations), options
         )
 
-    def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
-        return super()._gather_to_implementation(
-            value, self._with_default_device(destinations), axis, options
-        )
-
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any
     ) -> Any:

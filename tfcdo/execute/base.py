@@ -19,7 +19,7 @@ from tfcdo.execute.device_ops import on_each
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
 from tfcdo.execute.interpreter import Summed
-from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
+from tfcdo.execute.request import Group, Reduction, devices_of
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.algorithms import deal_owners
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
@@ -312,13 +312,10 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None
     ) -> list[tuple[Group, Plan]]:
-        # An accumulation_fn may take other dtypes, until the result is divided.
-        if op == "mean" or (op == "sum" and self.accumulation_fn is None):
-            request.check_numeric(reductions)
-        root, user = self.reduce_to_device, self.accumulation_fn is not None
-        root = None if root is None else existing_device("reduce_to_device", root)
-        chosen = self._options_of(options)
-        found = request.grouped(op, reductions, chosen, self._network, root, user)
+        chosen, is_user = self._options_of(options), self.accumulation_fn is not None
+        found = request.grouped(
+            op, reductions, chosen, self._network, self.reduce_to_device, is_user
+        )
         return [(group, self._plan(group, chosen)) for group in found]
 
     def _options_of(self, options: Any) -> Options:

@@ -271,11 +271,7 @@ class ReplicaExtended:
         """Returns the replicas' components of a value if these are rows; else None."""
         components = tf_internals.components(value)
         of_each = len(components) == len(self.worker_devices)
-        are_rows = all(
-            tf.is_tensor(one) and not tf_internals.is_variable(one) and one.shape.rank
-            for one in components
-        )
-        return components if of_each and are_rows else None
+        return components if of_each and all(map(step.is_of_rows, components)) else None
 
     def _get_cross_device_ops(self, value: Any) -> Any:
         # TensorFlow has others for int32, which it then cannot reduce in one batch with floats.
@@ -309,15 +305,16 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(self._of_each(one), to) for one, to in value_destination_pairs]
+        pairs = [
+            (self._of_each(one), self._with_default_device(to))
+            for one, to in value_destination_pairs
+        ]
         if self._in_multi_worker_mode():  # type: ignore[attr-defined]
             # On one of several hosts with one replica, TensorFlow passes only the component.
             pairs = [(tf_internals.per_replica([v]) if tf.is_tensor(v) else v, t) for v, t in pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
-            return ops._batch_gather(
-                [(one, self._with_default_device(to)) for one, to in pairs], axis, options
-            )
+            return ops._batch_gather(pairs, axis, options)
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
     def _of_each(self, value: Any) -> Any:

@@ -100,7 +100,10 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
     if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
-        sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
+        sums = context.merge_call(
+            lambda strategy, grads: _summed(strategy, unified(strategy, grads, known), known),
+            [grads],
+        )
         with step.changed(alone=True, counts_after=step.last_of(sums)):
             return own(optimizer, sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
@@ -158,21 +161,23 @@ def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
 
 
 @tf.autograph.experimental.do_not_convert
-def summed(
+def _summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Sums gradients over all replicas; where these meet. None stays None."""
-    grads = unified(strategy, grads, variables)
-    results = _largest(strategy, grads, variables)
-    at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
+    """Sums unified gradients over all replicas; where these meet. None stays None."""
+    results = list(grads)
+    are_added = [not keras_internals.is_overwritten(variable) for variable in variables]
+    at = [i for i, grad in enumerate(grads) if grad is not None and are_added[i]]
     if at:
-        found, lookups = _summed(strategy, [grads[i] for i in at], [variables[i] for i in at])
-        whole = rows.as_on_one_device(found.sums, lookups)
-        results |= zip(at, map(tf_internals.per_replica, whole), strict=True)
-    return [results.get(i) for i in range(len(grads))]
+        found, lookups = _lookups_summed(
+            strategy, [grads[i] for i in at], [variables[i] for i in at]
+        )
+        for i, total in zip(at, rows.as_on_one_device(found.sums, lookups), strict=True):
+            results[i] = tf_internals.per_replica(total)
+    return results
 
 
-def _summed(
+def _lookups_summed(
     strategy: tf.distribute.Strategy,
     grads: Sequence[Any],
     variables: Sequence[Any],
@@ -200,35 +205,37 @@ def _summed(
     return found, lookups
 
 
-def _largest(
-    strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
-) -> dict[int, Any]:
-    """Returns the largest of the replicas' gradients of variables that these overwrite."""
-    # The scales of float8, which Keras gets as gradients.
-    pairs = enumerate(zip(grads, variables, strict=True))
-    at = [i for i, (g, v) in pairs if g is not None and keras_internals.is_overwritten(v)]
-    if not at:
-        return {}
-    on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
-    as_rows = [
-        on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
-        for i in at
-    ]
-    of_all = strategy.extended.gather_rows(as_rows)
-    largest = (
-        on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
-    )
-    return dict(zip(at, largest, strict=True))
-
-
+@tf.autograph.experimental.do_not_convert
 def unified(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Gives each variable a gradient of one kind and of its shape on all replicas of this host."""
+    """Gives each variable a gradient of one kind and of its shape on all replicas of this host.
+
+    Variables that Keras overwrites with their gradients get the largest of all replicas'.
+    """
     devices = strategy.extended.worker_devices
-    return [
+    found = [
         _shaped(_unified(grad, list(variable.shape), devices), variable.shape, devices)
         for grad, variable in zip(grads, variables, strict=True)
+    ]
+    overwriting = map(keras_internals.is_overwritten, variables)
+    at = [i for i, is_whole in enumerate(overwriting) if is_whole and found[i] is not None]
+    # The scales of float8, which Keras gets as gradients.
+    for i, largest in zip(at, _largest(strategy, [found[i] for i in at]), strict=True):
+        found[i] = largest
+    return found
+
+
+def _largest(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> list[Any]:
+    """Returns the largest of all replicas' numbers, element by element."""
+    on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
+    as_rows = [
+        on_each(lambda own: tf.convert_to_tensor(own)[None], tf_internals.components(one))
+        for one in values
+    ]
+    of_all = strategy.extended.gather_rows(as_rows) if as_rows else []
+    return [
+        on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
     ]
 
 
@@ -285,7 +292,7 @@ def _update(
 
     def update(grads: Sequence[Any]) -> None:
         if not shards:
-            work(summed(strategy, grads, variables))
+            work(_summed(strategy, grads, variables))
             return
         pairs: tuple[list[Any], list[Any]] = ([], [])
         for grad, variable in zip(grads, variables, strict=True):
@@ -293,14 +300,11 @@ def _update(
         owned, whole = ([*zip(*some, strict=True)] or [(), ()] for some in pairs)
         _update_shards(strategy, leaf, *owned, *whole)
 
-    # While gradients accumulate, nothing is sent but the scales of float8.
-    if shards or leaf.gradient_accumulation_steps:
-        for i, largest in _largest(strategy, grads, variables).items():
-            grads[i] = largest
     if not leaf.gradient_accumulation_steps:
         update(grads)
         return
-    # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here.
+    # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here. No
+    # gradients are sent while they accumulate.
     tf.cond(
         keras_internals.is_update_due(leaf),
         lambda: update(
@@ -366,7 +370,7 @@ def _update_shards(
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
-    found, lookups = _summed(strategy, grads, variables, owner)
+    found, lookups = _lookups_summed(strategy, grads, variables, owner)
     sums = [total for [total] in rows.as_on_one_device(found.sums, lookups)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
