@@ -482,16 +482,11 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return replica_id_in_sync_group % len(self.worker_devices)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        pairs = [
-            (self._of_each(value), self._with_default_device(where))
-            for value, where in value_destination_pairs
-        ]
+        pairs = [(self._of_each(value), where) for value, where in value_destination_pairs]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return super()._reduce_to(
-            reduce_op, self._of_each(value), self._with_default_device(destinations), options
-        )
+        return super()._reduce_to(reduce_op, self._of_each(value), destinations, options)
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any

@@ -303,7 +303,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     if isinstance(destinations, str):
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
-        device = getattr(destinations, "device", None) or ""
+        device = tf_internals.known_device(destinations)
     else:
         raise ValueError(
             "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "

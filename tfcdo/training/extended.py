@@ -305,10 +305,7 @@ class ReplicaExtended:
 
     def _batch_gather_to(self, value_destination_pairs: Any, axis: Any, options: Any = None) -> Any:
         ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [
-            (self._of_each(one), self._with_default_device(to))
-            for one, to in value_destination_pairs
-        ]
+        pairs = [(self._of_each(one), to) for one, to in value_destination_pairs]
         if self._in_multi_worker_mode():  # type: ignore[attr-defined]
             # On one of several hosts with one replica, TensorFlow passes only the component.
             pairs = [(tf_internals.per_replica([v]) if tf.is_tensor(v) else v, t) for v, t in pairs]
@@ -323,13 +320,6 @@ class ReplicaExtended:
         if step.now.steps is None or isinstance(value, tf_internals.DistributedValues):
             return value
         return step.copies(value, self.worker_devices)
-
-    def _with_default_device(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known."""
-        # Arguments of a traced function have no device yet.
-        if isinstance(destinations, (str, tf_internals.DistributedValues)):
-            return destinations
-        return destinations if tf_internals.known_device(destinations) else self.worker_devices[0]
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         distribute = super()._distribute_datasets_from_function  # type: ignore[misc]
