@@ -10,6 +10,7 @@ import contextlib
 import functools
 import gc
 import inspect
+import re
 import traceback
 import warnings
 import weakref
@@ -54,6 +55,9 @@ WRAPPERS = tuple(
     for name in ("LossScaleOptimizer", "MultiOptimizer")
     if hasattr(keras.optimizers, name)
 )
+# Settings that processes need not have alike: names are counted by each, the rest is the chief's.
+_OF_PROCESS = re.compile("name|dtype|seed|.*_initializer")
+_LONG = 100  # Of longer lists in a saved layer, such as vocabularies, the lengths are compared.
 # Since Keras 3.12.
 DISTILLERS = (keras.distillation.Distiller,) if hasattr(keras, "distillation") else ()
 # What is read or called; `extend_all` knows what is extended.
@@ -75,7 +79,7 @@ NAMES: tuple[private_names.Member, ...] = (
         ("self", "grads", "trainable_variables", "learning_rate"),
     ),
     (TFOptimizer, "_distribution_strategy", ()),
-    (keras.Layer, "_flatten_layers", ("self",)),
+    (keras.Layer, "_flatten_layers", ("self", "include_self")),
     (Trainer, "fit", ("self", "x")),
     (Trainer, "train_on_batch", ("self", "return_dict")),
     (Trainer, "test_on_batch", ("self", "return_dict")),
@@ -170,23 +174,44 @@ def compiled_with(model: Any) -> dict[str, Any]:
     return dict(getattr(getattr(model, "_compile_config", None), "config", {}))
 
 
-def settings_of(value: Any) -> str:
-    """Returns a string, number or function's name; of an object the class, numbers and words."""
-    if isinstance(value, (str, int, float)) or hasattr(value, "__name__"):
-        return str(getattr(value, "__name__", value))
+def settings_of(one: Any) -> Any:
+    """Returns the class of a layer, loss, metric or optimizer, and what is set; a word as it is."""
+    if one is None or isinstance(one, (str, int, float)) or hasattr(one, "__name__"):
+        return str(getattr(one, "__name__", one))
     config: dict[str, Any] = {}
     with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")  # Of a lambda.
-        config = value.get_config()  # A user's may fail, which only saving a model shows.
-    settings = {
-        name: one
-        for name, one in config.items()
-        # Names are counted by process; seeds and learning rates are the chief's; paths may differ.
-        if name not in ("name", "seed", "learning_rate")
-        and (isinstance(one, (int, float)) or (isinstance(one, str) and one.isidentifier()))
-    }
-    dtype = getattr(getattr(value, "dtype_policy", None), "name", None)
-    return f"{type(value).__name__} {settings}" + (f" in {dtype}" if dtype else "")
+        # A user's may fail, which only saving shows. A model's layers are compared themselves.
+        config = {} if isinstance(one, keras.Model) else one.get_config()
+    config |= getattr(one, "_fn_kwargs", {})  # Some losses save no arguments of their function.
+    dtype = getattr(getattr(one, "dtype_policy", None), "name", "")
+    return {"class": type(one).__name__, "dtype": dtype, **_comparable(config)}
+
+
+def _comparable(setting: Any) -> Any:
+    """Returns of a saved setting what all processes of a program have alike."""
+    if isinstance(setting, dict) and "class_name" in setting:  # A saved object, or a function.
+        config = _comparable(setting.get("config"))
+        settings = config if isinstance(config, dict) else {"name": config}
+        return {"class": setting["class_name"], **settings}
+    if isinstance(setting, dict):
+        return {
+            str(name): _comparable(one)
+            for name, one in setting.items()
+            # A learning rate is the chief's; a schedule is not.
+            if not (_OF_PROCESS.fullmatch(str(name)) or one is None)
+            and not (name == "learning_rate" and isinstance(one, float))
+        }
+    if isinstance(setting, (list, tuple)):
+        return [*map(_comparable, setting)] if len(setting) < _LONG else f"{len(setting)} values"
+    # Other words may be texts, or paths.
+    is_word = isinstance(setting, str) and setting.isidentifier()
+    return setting if is_word or isinstance(setting, (int, float)) else type(setting).__name__
+
+
+def layers_of(model: Any) -> list[Any]:
+    """Returns the layers of a model, and the layers in them."""
+    return list(model._flatten_layers(include_self=False))
 
 
 def optimizers_of(model: Any) -> dict[str, Any]:
@@ -209,6 +234,11 @@ def optimizers_of(model: Any) -> dict[str, Any]:
             for name in sorted(vars(part), key=lambda name: (name != "optimizer", name)):
                 find(f"{at}.{name}" if at else name, vars(part)[name])
     return found
+
+
+def variables_of_optimizers(model: Any) -> list[Any]:
+    """Returns the variables of all of a model's optimizers."""
+    return [variable for one in optimizers_of(model).values() for variable in one.variables]
 
 
 def strategy_of(optimizer: Any) -> Any:
@@ -442,9 +472,8 @@ def dataset_of(iterator: Any) -> Any:
     return getattr(iterator.data_adapter, "_dataset", None)
 
 
-def is_shuffled(iterator: Any) -> bool:
-    """Returns whether Keras shuffles the data of a model's iterator."""
-    adapter = iterator.data_adapter
+def is_shuffled(adapter: Any) -> bool:
+    """Returns whether Keras shuffles the data of an adapter, such as `EpochIterator`'s."""
     return bool(getattr(adapter, "_shuffle", getattr(adapter, "shuffle", False)))
 
 

@@ -243,6 +243,13 @@ def seeds_of(dataset: tf.data.Dataset) -> list[Any]:
     return [*seeds, *(int(tf.strings.to_hash_bucket_fast(text, 2**62)) for text in as_text)]
 
 
+def has_global_seed() -> bool:
+    """Returns whether a program has set a seed for all random numbers of TensorFlow."""
+    if not tf.executing_eagerly():
+        return tf.compat.v1.get_default_graph().seed is not None
+    return _context.global_seed() is not None
+
+
 def batch_size_of(dataset: tf.data.Dataset) -> int | None:
     """Returns how many elements a dataset puts into each of its own; None if it does not batch."""
     size = getattr(dataset, "_batch_size", None)

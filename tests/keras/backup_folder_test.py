@@ -19,6 +19,7 @@ from absl.testing import parameterized
 import tfcdo.keras
 from tfcdo import log
 from tfcdo.keras import backup_folder, data_order
+from tfcdo.training import alike
 
 _ARRAYS: dict[str, np.ndarray] = {"v0": np.arange(5, dtype=np.float32), "v1": np.array(3, np.int64)}
 
@@ -221,7 +222,10 @@ class ResumableTest(tf.test.TestCase, parameterized.TestCase):
             def on_epoch_end(self) -> None:
                 """It may draw another order."""
 
+        of_processes = dataset.shuffle(4, seed=1, reshuffle_each_iteration=False)
+        setattr(of_processes, alike.OF_PROCESSES, True)
         for data, shuffle, reason in (
+            ([of_processes.batch(2)], True, "without a seed"),
             (arrays, True, r"fit\(shuffle=True\) draws another order"),
             ([dataset.shuffle(4).batch(2)], True, "reshuffle_each_iteration=True"),
             ([parts], True, "reshuffle_each_iteration=True"),

@@ -14,7 +14,7 @@ from absl.testing import parameterized
 from keras import optimizers as ko
 
 import tfcdo
-from tfcdo.training import models
+from tfcdo.training import alike
 
 sharded = functools.partial(kt.trained_eagerly, shard_optimizer_state=True)
 _data = functools.partial(kt.dense_data, 60)  # Divides by four.
@@ -118,7 +118,7 @@ class ComparisonTest(kt.TrainingTestCase):
         make = functools.partial(ko.SGD, 0.1, momentum=0.5, gradient_accumulation_steps=2)
         model = kt.trained_eagerly(3, make, steps=1)
         model.trainable_variables[0].trainable = False  # Frozen ones are compared, too.
-        comparison = models.WeightComparison(model, trains=True)
+        comparison = alike.WeightComparison(model, trains=True)
         # Variables of a replica's own are left out.
         self.assertNotAllClose(*model.optimizer._accumulated_gradients[0].value.values[:2])
         self.assertIsNone(comparison.difference())
@@ -144,7 +144,7 @@ class ComparisonTest(kt.TrainingTestCase):
 
         make = sharded if shards else kt.trained_eagerly
         model = make(3, lambda: ko.SGD(0.1, 0.5), 1, layers, kt.word_data)
-        comparison = models.WeightComparison(model, trains=True)
+        comparison = alike.WeightComparison(model, trains=True)
         for variable in ("embeddings", *([] if shards else ["embeddings_momentum"])):
             _break(model, variable, 1, rounding)
             self.assertIsNone(comparison.difference())
@@ -187,19 +187,19 @@ class DigestTest(tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters("float16", "bfloat16", "float32", "float64", "int32", "bool")
     def test_any_change_shows(self, dtype):
         values = tf.cast(np.random.default_rng(0).integers(0, 2, [3, 40]), dtype)
-        seen = {int(models.digest(tf.identity(values))) for _ in range(2)}
+        seen = {int(alike.digest(tf.identity(values))) for _ in range(2)}
         flipped = values.numpy()
         for at in ((0, 0), (1, 7), (2, 39)):  # One by one, and together.
             flipped[at] = 1 - flipped[at]
-            seen.add(int(models.digest(tf.constant(flipped))))
-        seen.add(int(models.digest(tf.reverse(values, [1]))))
+            seen.add(int(alike.digest(tf.constant(flipped))))
+        seen.add(int(alike.digest(tf.reverse(values, [1]))))
         self.assertLen(seen, 5)
 
     def test_small_changes_do_not_cancel(self):
         bits = np.arange(1 << 20, dtype=np.int32)
         changes = np.array([(0, 0), (3, -1), (5, -1), (1, -1), (7, -5)], np.int32)
         changed = (tf.concat([bits[:2] + change, bits[2:]], 0) for change in changes)
-        self.assertLen({int(models.digest(one)) for one in changed}, 5)
+        self.assertLen({int(alike.digest(one)) for one in changed}, 5)
 
 
 if __name__ == "__main__":

@@ -478,7 +478,7 @@ _MAX_REASON = 500  # Characters of an error's message that others are told.
 
 
 def differences(left: Description, left_name: str, right: Description, right_name: str) -> str:
-    """Says where two descriptions, JSON values by name, differ; of lists, in which element."""
+    """Says where two descriptions, JSON values by name, differ; of lists and objects, at what."""
     found = [
         _difference(key, left[key], left_name, right[key], right_name)
         for key in left
@@ -498,6 +498,8 @@ def _difference(key: str, left: Any, left_name: str, right: Any, right_name: str
             return f"{key}: {len(left)} on {left_name}, {len(right)} on {right_name}"
         index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
         key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
+    if isinstance(left, dict) and isinstance(right, dict):
+        return f"{key}: {differences(left, left_name, right, right_name)}"
     return f"{key}: {left} on {left_name}, {right} on {right_name}"
 
 

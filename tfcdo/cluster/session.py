@@ -139,6 +139,12 @@ class Session:
         told = {host: self.store.get(f"{name}/{host}", 0.1) for host in self.cluster.others}
         return {h: other for h, other in told.items() if other is not None and other != text}
 
+    def seed(self, kind: str) -> int:
+        """Returns a seed for the next use of a kind: alike on all hosts, another in each start."""
+        with self._lock:
+            turn = next(self._uses[kind])
+        return int(self._kinds.name({"what": f"seed {turn} of {kind}"}), 16) % 2**31
+
     def next_keys(self, description: Description, count: int) -> list[int]:
         """Returns keys for the next use of one kind of collectives, the same on all hosts."""
         number = self.number(description, count)

@@ -13,7 +13,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import checks, keras_internals, tf_internals
-from tfcdo.training import parts
+from tfcdo.training import alike, parts
 
 _ORDER = "_tfcdo_order"
 # Examples of an endless dataset; fewer than int64 has, so that sums do not overflow.
@@ -125,7 +125,7 @@ def begin_at(orders: Sequence[Order], examples: int) -> None:
 def why_not(epoch_iterator: Any, orders: Sequence[Order]) -> str | None:
     """Returns why the data that a `fit` takes cannot be resumed, in words; None if it can."""
     kind = type(epoch_iterator.data_adapter).__name__
-    shuffle = keras_internals.is_shuffled(epoch_iterator)
+    shuffle = keras_internals.is_shuffled(epoch_iterator.data_adapter)
     reason, remedy = None, _REMEDY
     if kind == "ArrayDataAdapter" and shuffle:
         reason = "fit(shuffle=True) draws another order in each epoch of each process"
@@ -138,7 +138,7 @@ def why_not(epoch_iterator: Any, orders: Sequence[Order]) -> str | None:
     for dataset in _datasets(epoch_iterator):
         if tf_internals.is_reshuffled(dataset):
             reason = "its shuffle() has reshuffle_each_iteration=True, which is the default"
-        elif (0, 0) in parts.seeds(dataset):
+        elif (0, 0) in parts.seeds(dataset) or hasattr(dataset, alike.OF_PROCESSES):
             reason = "it is shuffled without a seed, or has deterministic=False"
     left = [keras_internals.dataset_of(epoch_iterator)] if orders else []
     while left:

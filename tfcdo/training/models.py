@@ -18,30 +18,10 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
-from tfcdo.exchange.rounding import ROUNDOFF
-from tfcdo.training import diloco, draws, jit, losses, parts, statistics, step, updates
+from tfcdo.training import alike, diloco, draws, jit, losses, parts, statistics, step, updates
 
 Function = Callable[..., Any]
-# Odd numbers without pattern, as in hash functions of 64 bits.
-_OF_INDEX, _FIRST, _SECOND = (
-    int(np.uint64(odd).astype(np.int64))
-    for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
-)
-_HALF = np.int64(32)
-_INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
-# Arguments of `fit`, `evaluate` and `predict` by which hosts take steps.
-_OF_STEPS = (
-    *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
-    *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
-)
-_OF_COMPILE = ("loss_weights", "metrics", "weighted_metrics")
 _STEP_OF = {"fit": "train", "evaluate": "test", "predict": "predict"}
-# An incorrect setup shows in the first update; the next two show an optimizer that drifts.
-_FIRST_CALLS = 3
-# Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
-# processors add up a norm in other orders; where rows are added, which each device does in an order
-# of its own; and what these grow to in a training of any length.
-_OF_NORMS, _OF_ROWS, _DRIFT = 64 * 2.0**-24, 1e-4, 1e-2
 
 
 def install() -> None:
@@ -74,13 +54,18 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield trainer, "_make_function", keras_internals.mark_step
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
+    yield tf.data.Dataset, "shuffle", alike.shuffled
+    yield keras_internals.ArrayDataAdapter, "get_tf_dataset", alike.of_arrays
+    yield tf.random, "shuffle", alike.permuted
     yield keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset
     yield trainer, "_get_metrics_result_or_logs", _metrics_or_logs
     for name in ("train_on_batch", "test_on_batch"):
         yield trainer, name, _on_batch
     for name in ("evaluate", "predict"):
         yield keras.Model, name, _with_data
-    for name in ("save", "save_weights", "export", "get_weights", "predict_on_batch"):
+    for name in ("save", "save_weights"):
+        yield keras.Model, name, _save
+    for name in ("export", "get_weights", "predict_on_batch"):
         yield keras.Model, name, _with_common_parameters
     for name in ("set_weights", "load_weights"):
         yield keras.Model, name, _begin_outer_again
@@ -266,53 +251,24 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     return history
 
 
-def _with_other_hosts(
-    own: Function, model: Any, args: Any, kwargs: Any
-) -> contextlib.AbstractContextManager[None]:
-    """Returns a context for `fit` and the like; an error if hosts call it in different ways."""
+@contextlib.contextmanager
+def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iterator[None]:
+    """Is there for `fit` and the like; raises an error if hosts call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     joined = _session_of(model.distribute_strategy)
     if joined is None:
-        return contextlib.nullcontext()
+        yield
+        return
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
-    if isinstance(function, CheckedFunction):  # Weights may have been assigned since the last call.
+    if isinstance(
+        function, alike.CheckedFunction
+    ):  # Weights may have been assigned since the last call.
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
-    alike = _known_of_call(call.arguments) | _known_of_model(model)
-    return joined.calling({"what": own.__name__, **alike})
-
-
-def _known_of_call(arguments: dict[str, Any]) -> dict[str, Any]:
-    """Returns what the arguments of `fit` and the like must have alike on all hosts."""
-    known: dict[str, Any] = {name: str(arguments[name]) for name in _OF_STEPS if name in arguments}
-    known["class_weight"] = str(sorted((arguments.get("class_weight") or {}).items()))
-    x = arguments.get("x")
-    known["batches of x"] = str(x.num_batches if isinstance(x, keras.utils.PyDataset) else None)
-    if isinstance(x, tf.data.Dataset):
-        known["tensors of x"] = [type(spec).__name__ for spec in tf.nest.flatten(x.element_spec)]
-    for name in ("x", "y", "sample_weight"):
-        values = tf.nest.flatten(arguments.get(name))
-        known[f"shapes of {name}"] = str([getattr(one, "shape", None) for one in values])
-    return known
-
-
-def _known_of_model(model: Any) -> dict[str, Any]:
-    """Returns what a model, and its `compile`, must have alike on all hosts."""
-    # A model that only predicts may not be compiled.
-    optimizer, loss = (getattr(model, name, None) for name in ("optimizer", "loss"))
-    compiled = keras_internals.compiled_with(model)
-    parts_of = {
-        "optimizer": keras_internals.leaves(optimizer),
-        **{name: tf.nest.flatten(compiled.get(name)) for name in _OF_COMPILE},
-        "loss": tf.nest.flatten(loss),
-        "layers": model.layers,
-    }
-    return {
-        **{name: [*map(keras_internals.settings_of, ones)] for name, ones in parts_of.items()},
-        **{name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")},
-        "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
-    }
+    described = alike.of_call(call.arguments) | alike.of_model(model)
+    with joined.calling({"what": own.__name__, **described}), step.during(session=joined):
+        yield
 
 
 def _session_of(strategy: Any) -> session.Session | None:
@@ -341,7 +297,7 @@ def _metrics_or_logs(own: Function, model: Any, logs: Any) -> Any:
     # Where training has resumed, and an epoch has no batch, Keras still has the last batch's.
     logs = logs or getattr(model.train_function, "logs", logs)
     strategy, found = model.distribute_strategy, own(model, logs)
-    if isinstance(model.train_function, CheckedFunction):
+    if isinstance(model.train_function, alike.CheckedFunction):
         model.train_function.begins = True
     several = step.is_ours(strategy) and strategy.num_replicas_in_sync > 1
     # Else Keras has read the metrics, of all replicas.
@@ -374,6 +330,19 @@ def _with_common_parameters(own: Function, model: Any, *args: Any, **kwargs: Any
     """Uses or saves a model's parameters that all hosts have."""
     with diloco.common_parameters(model):
         return own(model, *args, **kwargs)
+
+
+def _save(own: Function, model: Any, filepath: Any, *args: Any, **kwargs: Any) -> Any:
+    """Saves a model's parameters that all hosts have; also if hosts save to one path."""
+    joined = _session_of(model.distribute_strategy)
+    # Keras may ask before it overwrites a file, or save several.
+    is_plain = not args and kwargs in ({}, {"overwrite": True})
+    if joined is None or not is_plain or not str(filepath).endswith((".keras", ".h5")):
+        return _with_common_parameters(own, model, filepath, *args, **kwargs)
+    folder, slash, name = str(filepath).rpartition("/")  # It may be of a cloud.
+    of_host = f"{folder}{slash}.{joined.cluster.index}-{name}"
+    _with_common_parameters(own, model, of_host, **kwargs)
+    return tf.io.gfile.rename(of_host, filepath, overwrite=True)
 
 
 def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
@@ -410,7 +379,7 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
         if extended.outer is not None and name == "train":  # What a step returns is this host's.
             function = step.during(host_alone=True)(function)
         if extended.checks_in_sync:
-            function = CheckedFunction(function, model, name)
+            function = alike.CheckedFunction(function, model, name)
         setattr(model, f"{name}_function", function)
     if name != "train":
         statistics.synchronize(model)
@@ -435,16 +404,10 @@ def _run_settled(function: Function, model: Any, /, *args: Any) -> Any:
 def _give_all_the_first_ones(model: Any) -> None:
     """Gives all replicas of this host the first one's variables, where all should be equal."""
     # An error ends a step when some have drawn random numbers, or updated, and others have not.
-    for variable in [*model.variables, *_of_optimizers(model)]:
+    for variable in [*model.variables, *keras_internals.variables_of_optimizers(model)]:
         own, value = step.components(variable), keras_internals.value_of(variable)
         if len(own) > 1 and not isinstance(value, tf_internals.SyncOnReadVariable):
             step.assign(variable, [own[0].read_value()] * len(own))
-
-
-def _of_optimizers(model: Any) -> list[Any]:
-    """Returns the variables of all of a model's optimizers."""
-    optimizers = keras_internals.optimizers_of(model).values()
-    return [variable for optimizer in optimizers for variable in optimizer.variables]
 
 
 def _in_order_of_replicas(own: Function, v: Any, strategy: tf.distribute.Strategy) -> Any:
@@ -454,147 +417,3 @@ def _in_order_of_replicas(own: Function, v: Any, strategy: tf.distribute.Strateg
     if step.is_ours(strategy):
         return strategy.gather(v, axis=0)
     return own(v, strategy)
-
-
-# Whether all replicas hold the same numbers, without sending them.
-
-
-class WeightComparison:
-    """Compares the weights of a Keras model, and its optimizer's variables, on all replicas."""
-
-    def __init__(self, model: Any, trains: bool) -> None:
-        self._strategy = model.distribute_strategy
-        made = (one for one in model.variables if keras_internals.value_of(one).trainable)
-        self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.
-            variable
-            for variable in [*made, *(_of_optimizers(model) if trains else ())]
-            if variable.value.synchronization != tf.VariableSynchronization.ON_READ
-            and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
-        ]
-        # Between two exchanges, all hosts have the same of the outer loop only.
-        states = diloco.states_of_model(model)
-        common = [one for state in states for one in state.variables_of_all]
-        self._num_of_host = len(self._variables) if states else 0
-        self._variables += common
-        self._digests = self._of_all(digest)
-        self._sketches = self._of_all(sketch)
-        by_rows = [path.replace("/", "_") for path in self._strategy.extended.updated_by_rows]
-
-        def may_differ(variable: Any) -> float:
-            dtype, path = variable.value.dtype, variable.path.replace("/", "_")
-            if not dtype.is_floating:
-                return -1.0
-            once = ROUNDOFF.get(dtype.name, 0.0)  # Of 16 bits.
-            if any(one in path for one in by_rows):  # With the optimizer's variables for it.
-                return max(_OF_ROWS, 64 * once)
-            return max(_OF_NORMS, 4 * once)
-
-        self._may_differ = np.array([*map(may_differ, self._variables)])
-
-    def allow_drift(self) -> None:
-        """Lets variables differ by what rounding grows to in a training of any length."""
-        grown = np.maximum(self._may_differ, _DRIFT)
-        self._may_differ = np.where(self._may_differ < 0, -1.0, grown)
-
-    def difference(self) -> str | None:
-        """Returns which variable and replica differ first, and by how much; None if none does."""
-        strategy, variables = self._strategy, self._variables
-        if strategy.num_replicas_in_sync == 1:
-            return None
-        with strategy.scope():
-            digests = self._digests().numpy()
-            replicas = np.arange(len(digests))
-            of_host = replicas - replicas % len(strategy.extended.worker_devices)
-            alone = np.arange(len(variables)) < self._num_of_host
-            others = np.where(alone, of_host[:, None], 0)  # With which each is compared.
-            differs = digests != np.take_along_axis(digests, others, 0)
-            if differs.any():
-                parts, sizes = np.moveaxis(self._sketches().numpy(), 2, 0)
-                apart = parts - np.take_along_axis(parts, others, 0)
-                differs &= ~(np.abs(apart) <= self._may_differ * sizes)
-            differing = np.flatnonzero(differs.any(0))
-            if not len(differing):
-                return None
-            at = differing[0]
-            first = variables[at]
-            replica = int(np.flatnonzero(differs[:, at])[0])
-            other = int(others[replica, at])
-            values = strategy.gather(  # This one variable is sent.
-                strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
-            ).numpy()
-        hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-        host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
-        return (
-            f"replica {replica}{host} holds other numbers of {first.path} than replica {other}, by "
-            f"{np.abs(values[replica] - values[other]).max():.3g} at most; of {len(variables)} "
-            f"variables {len(differing)} differ somewhere"
-        )
-
-    def _of_all(self, function: Function) -> Any:
-        """Returns a function that gathers what `function` makes of variables on all replicas."""
-
-        def here() -> tf.Tensor:
-            results = []
-            for variable in self._variables:
-                tensor = tf.convert_to_tensor(variable)
-                # A slot that only its owner has is read there, and only the result is sent.
-                with tf.device(tensor.device):
-                    results.append(function(tensor))
-            return tf.stack(results)[None]
-
-        strategy = self._strategy
-        return tf.function(lambda: strategy.gather(strategy.run(here), axis=0), autograph=False)
-
-
-class CheckedFunction:
-    """A model's train, test or predict function, which compares all replicas as a call begins."""
-
-    def __init__(self, function: Function, model: Any, name: str) -> None:
-        self._function, self._model, self._name = function, model, name
-        self._comparison: WeightComparison | None = None
-        # In this `fit` or the like; whether this is its first one, or an epoch's.
-        self.calls, self.begins = 0, True
-
-    def __call__(self, *args: Any) -> Any:
-        """Calls it, and returns its logs."""
-        logs = self._function(*args)
-        self.calls += 1
-        trains = self._name == "train"
-        if not (self.begins or (trains and self.calls <= _FIRST_CALLS)):
-            return logs
-        self.begins = False
-        if self._comparison is None and not trains:  # That of `fit`, if there was one.
-            self._comparison = getattr(self._model.train_function, "_comparison", None)
-        if self._comparison is None:  # The optimizer has its variables now.
-            self._comparison = WeightComparison(self._model, trains)
-            if not trains:  # Which may come after a training of any length.
-                self._comparison.allow_drift()
-        difference = self._comparison.difference()
-        if difference is not None:
-            raise RuntimeError(
-                f"after execution {self.calls} of the {self._name} step, {difference}. All hosts "
-                "must start with the same weights and update them alike; "
-                "MultiWorkerMirroredStrategy(check_in_sync=False) turns this check off"
-            )
-        if self.calls == _FIRST_CALLS:
-            self._comparison.allow_drift()
-        return logs
-
-
-def digest(tensor: tf.Tensor) -> tf.Tensor:
-    """Makes one int64 of all bits of a tensor of numbers or bools, on its device."""
-    # It is equal for equal bits, and differs for others but for one chance in 2^64.
-    if tensor.dtype.is_floating:
-        tensor = tf.bitcast(tensor, _INTEGER_OF_SIZE[tensor.dtype.size])
-    bits = tf.reshape(tf.cast(tensor, tf.int64), [-1])
-    # Each element is mixed with its index, so that order and size of differences count.
-    stirred = (bits + tf.range(tf.size(bits, tf.int64)) * _OF_INDEX) * _FIRST
-    stirred = tf.bitwise.bitwise_xor(stirred, tf.bitwise.right_shift(stirred, _HALF))
-    return tf.reduce_sum(stirred * _SECOND)
-
-
-def sketch(tensor: tf.Tensor) -> tf.Tensor:
-    """Makes two numbers: a tensor's part along a random direction, and its size."""
-    values = tf.reshape(tf.cast(tensor, tf.float32), [-1])
-    direction = tf.random.stateless_normal(tf.shape(values), seed=[1, 2])
-    return tf.stack([tf.reduce_sum(values * direction), tf.norm(values)])

@@ -228,10 +228,10 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
         return
     log.warn_once(
         f"a dataset {how}: each host takes its part of another order, so an epoch has some "
-        "examples twice and others not at all; give all hosts all of the data, call "
-        "keras.utils.set_random_seed(n) with the same n on all hosts before the data is made, give "
-        "shuffle(), or whatever shuffles, the same seed on all hosts, or use "
-        "tfcdo.keras.resumable_dataset"
+        "examples twice and others not at all; give all hosts all of the data, make the strategy "
+        "before the data, call keras.utils.set_random_seed(n) with the same n on all hosts before "
+        "the data is made, give shuffle(), or whatever shuffles, the same seed on all hosts, or "
+        "use tfcdo.keras.resumable_dataset"
     )
 
 

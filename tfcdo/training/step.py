@@ -219,6 +219,9 @@ class _Now(threading.local):
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
     scales_losses = False  # Whether Keras adds up a step's losses, of layers, too.
+    session: Any = None  # In `fit` and the like on several hosts: theirs.
+    # While Keras makes a dataset of arrays: what its order follows, see `alike.py`.
+    order: tuple[int, tf.Variable] | None = None
 
 
 now = _Now()
