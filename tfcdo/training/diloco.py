@@ -1,6 +1,6 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
-Within `strategy.run` a host is alone, see `step.now`. `apply` stands around the update of
+Within `strategy.run` a host is alone, see `step.now`. `between_hosts` is around the update of
 the outermost optimizer, and counts. After `every` updates the hosts meet in it, inside of the
 traced step, however many steps an execution has. As hosts take the same number of steps, their
 counts are equal, and all of them take the same branch.
