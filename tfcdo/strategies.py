@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect, num_cores
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step, updates
+from tfcdo.training import diloco, models, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -249,7 +249,7 @@ class MultiWorkerMirroredStrategy(ReducesStructures, tf.distribute.MultiWorkerMi
             raise ValueError(
                 "outer must be a tfcdo.exchange.DiLoCo to exchange parameters; got None"
             )
-        diloco.finish(self, updates.states_of(optimizer))
+        diloco.finish(self, diloco.states_of(optimizer))
 
     def host_delays(self) -> tuple[HostDelay, ...]:
         """Says how far each host was behind the others in the last 10 to 20 steps.
@@ -482,23 +482,11 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return replica_id_in_sync_group % len(self.worker_devices)
 
     def _batch_reduce_to(self, reduce_op: Any, value_destination_pairs: Any, options: Any) -> Any:
-        pairs = [
-            (self._of_each(value), self._with_default_device(where))
-            for value, where in value_destination_pairs
-        ]
+        pairs = [(self._of_each(value), where) for value, where in value_destination_pairs]
         return super()._batch_reduce_to(reduce_op, pairs, options)
 
     def _reduce_to(self, reduce_op: Any, value: Any, destinations: Any, options: Any) -> Any:
-        return super()._reduce_to(
-            reduce_op, self._of_each(value), self._with_default_device(destinations), options
-        )
-
-    def _gather_to_implementation(
-        self, value: Any, destinations: Any, axis: Any, options: Any
-    ) -> Any:
-        return super()._gather_to_implementation(
-            value, self._with_default_device(destinations), axis, options
-        )
+        return super()._reduce_to(reduce_op, self._of_each(value), destinations, options)
 
     def _get_variable_creator_initial_value(
         self, replica_id: int, device: str, primary_var: Any, **kwargs: Any

@@ -87,7 +87,6 @@ _OF_SEVERAL_HOSTS: Mapping[str, tuple[str, ...]] = {
     "__init__": ("self", "container_strategy", "cluster_resolver", "communication_options"),
     "_batch_reduce_to": _REDUCED_PAIRS,
     "_enable_check_health": (),
-    "_gather_to_implementation": ("self", "value", "destinations", "axis", "options"),
     "_get_variable_creator_initial_value": ("self", "replica_id", "device", "primary_var"),
     "_initialize_local_devices": ("self", "cluster_resolver", "worker_device"),
     "_reduce_to": (*_REDUCED, "destinations", "options"),

@@ -467,7 +467,7 @@ class GradientsTest(kt.TrainingTestCase):
         iterations = model.optimizer.inner_optimizer.iterations
         self.assertEqual(iterations.numpy(), 2 if accumulation else 4)
 
-    @parameterized.parameters((True, 2), (False, None))
+    @parameterized.parameters((True, 2), (False, 2), (False, None))
     def test_float8(self, sharded, accumulation):
         def layers() -> list[Any]:
             # Without biases, whose gradients Keras rounds to bfloat16 on each replica.

@@ -18,8 +18,8 @@ from tfcdo.execute.between import Network
 from tfcdo.execute.device_ops import on_each
 from tfcdo.execute.explain import Explanation
 from tfcdo.execute.feedback import ErrorFeedback, Residuals
-from tfcdo.execute.interpreter import Owned
-from tfcdo.execute.request import Group, Reduction, devices_of, existing_device
+from tfcdo.execute.interpreter import Summed
+from tfcdo.execute.request import Group, Reduction, devices_of
 from tfcdo.plan import decide as deciding
 from tfcdo.plan.algorithms import deal_owners
 from tfcdo.plan.decide import BetweenHosts, Machine, Options
@@ -225,10 +225,8 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
             for shape in known:
                 placeholder = functools.partial(tf.raw_ops.Placeholder, dtype=dtype, shape=shape)
                 values.append(tf_internals.per_replica(on_each(names, placeholder)))
-            if sharded:
-                reductions = request.check_owned(values, [None] * len(values), owners, names)
-            else:
-                reductions = request.check_pairs([(value, value) for value in values])
+            paths = [None] * len(values)
+            reductions = request.check_gradients(values, paths, names, owners)
             found.extend(self._plans_of("sum", reductions))
             for group, plan in found:
                 sums = interpreter.reduce_group(
@@ -301,36 +299,23 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         return [results[position] for position in range(len(results))]
 
     def sum_gradients(
-        self, pairs: Sequence[tuple[Any, Any]], paths: Sequence[str], options: Any
-    ) -> list[Any]:
-        """Sums the gradients of the variables of some paths; also one alone may be rounded."""
-        reductions = [
-            dataclasses.replace(reduction, path=path)
-            for reduction, path in zip(request.check_pairs(pairs), paths, strict=True)
-        ]
-        return self._run(self._plans_of("sum", reductions, options))
-
-    def reduce_to_owners(
         self,
-        values: Sequence[Any],
+        grads: Sequence[Any],
         paths: Sequence[str],
-        owners: Sequence[int],
         devices: Sequence[str],
-    ) -> Owned:
-        """Sums each value on its owner, one of the devices; `Owned.send` sends the new values."""
-        found = self._plans_of("sum", request.check_owned(values, paths, owners, devices))
-        return Owned(tuple(self._run(found)), tuple(found))
+        owners: Sequence[int] = (),
+    ) -> Summed:
+        """Sums the gradients of variables, also one alone, for all devices or each on its owner."""
+        found = self._plans_of("sum", request.check_gradients(grads, paths, devices, owners))
+        return Summed(tuple(self._run(found)), tuple(found))
 
     def _plans_of(
         self, op: str, reductions: Sequence[Reduction], options: Any = None
     ) -> list[tuple[Group, Plan]]:
-        # An accumulation_fn may take other dtypes, until the result is divided.
-        if op == "mean" or (op == "sum" and self.accumulation_fn is None):
-            request.check_numeric(reductions)
-        root, user = self.reduce_to_device, self.accumulation_fn is not None
-        root = None if root is None else existing_device("reduce_to_device", root)
-        chosen = self._options_of(options)
-        found = request.grouped(op, reductions, chosen, self._network, root, user)
+        chosen, is_user = self._options_of(options), self.accumulation_fn is not None
+        found = request.grouped(
+            op, reductions, chosen, self._network, self.reduce_to_device, is_user
+        )
         return [(group, self._plan(group, chosen)) for group in found]
 
     def _options_of(self, options: Any) -> Options:

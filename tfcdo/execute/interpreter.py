@@ -107,10 +107,10 @@ def reduce_group(
 
 
 @dataclasses.dataclass(frozen=True)
-class Owned:
-    """Values that were summed on their owners: the first half of plans."""
+class Summed:
+    """Gradients that were summed on all devices, or on owners: the first half of plans."""
 
-    sums: tuple[Any, ...]  # Each on its owner, which updates a variable with it.
+    sums: tuple[Any, ...]  # An owner updates its variable with it.
     halves: tuple[tuple[Group, Plan], ...]
 
     def send(self, values: Sequence[Any]) -> list[list[Any]]:

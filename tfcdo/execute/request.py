@@ -70,18 +70,6 @@ def check_options(options: Any, name: str = "options") -> None:
         )
 
 
-def check_numeric(reductions: Sequence[Reduction]) -> None:
-    """Raises `ValueError` unless all values can be added up."""
-    for index, reduction in enumerate(reductions):
-        dtype = reduction.values[0].dtype
-        numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
-        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN"):
-            pair = f"pair {index}: " if len(reductions) > 1 else ""
-            raise ValueError(
-                f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
-            )
-
-
 def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list[Reduction]:
     """Checks the pairs that a `batch_reduce` is called with, by a strategy or a direct caller."""
     # An optimizer reduces all gradients in one batch. A synchronized layer reduces each statistic
@@ -102,17 +90,18 @@ def check_pairs(value_destination_pairs: Any, by_strategy: bool = False) -> list
     return reductions
 
 
-def check_owned(
-    values: Sequence[Any],
+def check_gradients(
+    grads: Sequence[Any],
     paths: Sequence[str | None],
-    owners: Sequence[int],
     devices: Sequence[str],
+    owners: Sequence[int] = (),
 ) -> list[Reduction]:
-    """Checks values, one component per device; each value is summed on one device."""
-    pairs, to = check_pairs([(value, value) for value in values]), tuple(devices)
+    """Checks gradients of variables, one component per device; owners sum each on one device."""
+    pairs, to = check_pairs([(grad, grad) for grad in grads]), tuple(devices)
+    of_each: Sequence[int | None] = owners or [None] * len(pairs)
     return [
         dataclasses.replace(pair, devices=to, destinations=to, owner=owner, path=path)
-        for pair, owner, path in zip(pairs, owners, paths, strict=True)
+        for pair, path, owner in zip(pairs, paths, of_each, strict=True)
     ]
 
 
@@ -314,7 +303,7 @@ def devices_of(destinations: Any) -> tuple[str, ...]:
     if isinstance(destinations, str):
         device = destinations
     elif tf.is_tensor(destinations) or tf_internals.is_variable(destinations):
-        device = getattr(destinations, "device", None) or ""
+        device = tf_internals.known_device(destinations)
     else:
         raise ValueError(
             "destinations must be a tf.distribute.DistributedValues, a tf.Variable, a tensor or a "
@@ -389,6 +378,10 @@ def grouped(
     user: bool,  # Whether an accumulation_fn combines the values.
 ) -> list[Group]:
     """Divides a batch into groups: one for each set of devices, and for rows."""
+    # An accumulation_fn may take other dtypes, until the result is divided.
+    if op == "mean" or (op == "sum" and not user):
+        _check_numeric(reductions)
+    root = None if root is None else existing_device("reduce_to_device", root)
     one_device, tables = options.one_device, options.sparse_as_dense
     groups: dict[Any, list[int]] = {}
     if network is not None:
@@ -428,6 +421,18 @@ def grouped(
         values = tuple(reduction.values for reduction in members)
         found.append(Group(batch, values, tuple(nodes), tuple(positions)))
     return found
+
+
+def _check_numeric(reductions: Sequence[Reduction]) -> None:
+    """Raises `ValueError` unless all values can be added up."""
+    for index, reduction in enumerate(reductions):
+        dtype = reduction.values[0].dtype
+        numeric = dtype.is_floating or dtype.is_integer or dtype.is_complex
+        if not numeric or dtype not in tf_internals.dtypes_of_op("AddN"):
+            pair = f"pair {index}: " if len(reductions) > 1 else ""
+            raise ValueError(
+                f"{pair}the values must be of a dtype that TensorFlow adds; got {dtype.name}"
+            )
 
 
 def _stays_rows(reduction: Reduction, tables: bool) -> bool:

@@ -16,7 +16,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.cluster import session
 from tfcdo.keras import backup_folder
-from tfcdo.training import step, updates
+from tfcdo.training import diloco, step
 
 Arrays = dict[str, np.ndarray]
 Values = Mapping[str, tf.Tensor | np.ndarray]
@@ -302,7 +302,7 @@ def _slots(model: keras.Model, built: Iterable[str]) -> list[_StateEntry]:
         *(_slot(variable, is_state=not variable.trainable) for variable in models),
         *(_slot(variable, is_state=False, path=variable.name) for variable in of_all),  # Its own.
     ]
-    states = updates.states_of_model(model)
+    states = diloco.states_of_model(model)
     if states:
         slots = [_of_host(slot) for slot in slots]
     for state in states:

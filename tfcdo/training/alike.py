@@ -12,7 +12,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.rounding import ROUNDOFF
-from tfcdo.training import parts, step, updates
+from tfcdo.training import diloco, parts, step
 
 Function = Callable[..., Any]
 # Odd numbers without pattern, as in hash functions of 64 bits.
@@ -125,7 +125,7 @@ class WeightComparison:
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
         # Between two exchanges, all hosts have the same of the outer loop only.
-        states = updates.states_of_model(model)
+        states = diloco.states_of_model(model)
         common = [one for state in states for one in state.variables_of_all]
         self._num_of_host = len(self._variables) if states else 0
         self._variables += common

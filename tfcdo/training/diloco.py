@@ -1,6 +1,6 @@
 """`outer=DiLoCo(...)`: hosts train alone, and exchange their parameters' differences in turn.
 
-Within `strategy.run` a host is alone, see `step.now`. `apply` stands around the update of
+Within `strategy.run` a host is alone, see `step.now`. `between_hosts` is around the update of
 the outermost optimizer, and counts. After `every` updates the hosts meet in it, inside of the
 traced step, however many steps an execution has. As hosts take the same number of steps, their
 counts are equal, and all of them take the same branch.
@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 import functools
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -21,11 +21,13 @@ from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.diloco import DiLoCo
 from tfcdo.plan.algorithms import deal_owners
-from tfcdo.training import step, updates
+from tfcdo.training import step
 from tfcdo.training.step import SUM, ReplicaStep, components
 
 _DEFAULT = functools.partial(keras.optimizers.SGD, 0.7, momentum=0.9, nesterov=True)
-_IS_OUTER = "tfcdo_is_outer"
+# Attributes of Keras's optimizers: of an inner one so that its checkpoints have the outer loop's
+# state, and of an outer one.
+_STATE, _IS_OUTER = "tfcdo_outer", "tfcdo_is_outer"
 
 
 class OuterState(tf.Module):
@@ -163,7 +165,8 @@ class OuterState(tf.Module):
             ]
         differences = [step.of_host(change, devices) for change in changes]
         with step.during(host_alone=False):
-            means = extended.sum_gradients(differences, [one.path for one in trained])
+            paths = [one.path for one in trained]
+            means = extended._cross_device_ops.sum_gradients(differences, paths, devices).sums
         return [tf_internals.components(mean)[0] for mean in means], own
 
     def _nothing(self, fragment: int) -> tuple[list[tf.Tensor], list[tf.Tensor]]:
@@ -176,9 +179,10 @@ class OuterState(tf.Module):
     ) -> None:
         """Updates the common parameters; this host's own keep their changes since `sent`."""
         trained, common = self._of(fragment)
-        grads = updates.unified(self._strategy, means, common)
-        outer = self.optimizers[fragment]
-        updates.alone(self._strategy, lambda grads: outer.apply(grads, common), grads)
+        outer, devices = self.optimizers[fragment], self._strategy.extended.worker_devices
+        shaped = [tf.ensure_shape(mean, one.shape) for mean, one in zip(means, common, strict=True)]
+        grads = [step.copies(mean, devices) for mean in shaped]
+        step.on_each_alone(self._strategy, lambda grads: outer.apply(grads, common), grads)
         for source, target, before in zip(common, trained, sent, strict=True):
             for given, component in zip(components(source), components(target), strict=True):
                 with tf.device(component.device):
@@ -193,19 +197,59 @@ class OuterState(tf.Module):
                 component.assign(tf.where(is_other, component.read_value(), left))
 
 
+def between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
+    """Updates on a host that trains alone; before and after it hosts meet if it is time to."""
+    context = tf.distribute.get_replica_context()
+    begun: list[dict[int, Any]] = []
+
+    @tf.autograph.experimental.do_not_convert
+    def begin(strategy: tf.distribute.Strategy) -> None:
+        if variables is not None:
+            keras_internals.build(optimizer, variables)
+        begun.extend(state.begin() for state in states_of(optimizer))
+        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
+        step.change_all(applies=True)
+
+    @tf.autograph.experimental.do_not_convert
+    def end(strategy: tf.distribute.Strategy) -> None:
+        total = step.change_all(applies=False)[0].total
+        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
+            # Without a batch, hosts count the same.
+            state.end(1 if total is None else total, exchanges)
+
+    context.merge_call(begin)
+    with step.changed(applies=True):
+        result = update()
+    context.merge_call(end)
+    return result
+
+
+def states_of(optimizer: Any) -> list[OuterState]:
+    """Returns the `OuterState` of each of an optimizer's parts; none without `outer`."""
+    leaves = [] if optimizer is None else keras_internals.leaves(optimizer)
+    return [getattr(leaf, _STATE) for leaf in leaves if hasattr(leaf, _STATE)]
+
+
+def states_of_model(model: Any) -> list[OuterState]:
+    """Returns the `OuterState` of each part of a model's optimizers."""
+    optimizers = keras_internals.optimizers_of(model).values()
+    states = [state for optimizer in optimizers for state in states_of(optimizer)]
+    return list({id(state): state for state in states}.values())  # One may wrap another.
+
+
 def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any]) -> None:
     """Makes the outer loop's state for a newly built optimizer, if the strategy has `outer`."""
     outer = getattr(strategy.extended, "outer", None)
-    if outer is None or is_outer(leaf) or hasattr(leaf, updates.OUTER_STATE):
+    if outer is None or is_outer(leaf) or hasattr(leaf, _STATE):
         return
     if keras_internals.leaves(leaf) != [leaf]:  # Its parts have theirs.
         return
     trained = [one for one in variables if not keras_internals.is_overwritten(one)]
     with tf.init_scope(), strategy.scope():
         state = OuterState(strategy, leaf, trained)
-        setattr(leaf, updates.OUTER_STATE, state)
+        setattr(leaf, _STATE, state)
         # Keras's `build` tracks nothing.
-        leaf._track_trackable(state, updates.OUTER_STATE, overwrite=True)
+        leaf._track_trackable(state, _STATE, overwrite=True)
 
 
 def is_outer(optimizer: Any) -> bool:
@@ -225,7 +269,7 @@ def finish(strategy: tf.distribute.Strategy, states: Sequence[OuterState]) -> No
 @contextlib.contextmanager
 def common_parameters(model: Any) -> Iterator[None]:
     """While this lasts, a model has the parameters of the last exchange."""
-    states = [state for state in updates.states_of_model(model) if state.num_steps]
+    states = [state for state in states_of_model(model) if state.num_steps]
     own = []
     for state in states:
         for variable in state.trained:

@@ -271,11 +271,7 @@ class ReplicaExtended:
         """Returns the replicas' components of a value if these are rows; else None."""
         components = tf_internals.components(value)
         of_each = len(components) == len(self.worker_devices)
-        are_rows = all(
-            tf.is_tensor(one) and not tf_internals.is_variable(one) and one.shape.rank
-            for one in components
-        )
-        return components if of_each and are_rows else None
+        return components if of_each and all(map(step.is_of_rows, components)) else None
 
     def _get_cross_device_ops(self, value: Any) -> Any:
         # TensorFlow has others for int32, which it then cannot reduce in one batch with floats.
@@ -303,14 +299,6 @@ class ReplicaExtended:
             )
         return variable
 
-    def sum_gradients(self, grads: Sequence[Any], paths: Sequence[str]) -> list[Any]:
-        """Sums gradients of the variables of some paths over all replicas, for all replicas."""
-        ops = self._cross_device_ops  # type: ignore[attr-defined]
-        pairs = [(grad, self._with_default_device(grad)) for grad in grads]
-        if not isinstance(ops, ConfiguredCrossDeviceOps):
-            return list(self.batch_reduce_to("SUM", pairs))  # type: ignore[attr-defined]
-        return ops.sum_gradients(pairs, paths, self._communication_options)  # type: ignore[attr-defined]
-
     def gather_rows(self, values: Sequence[Any]) -> list[Any]:
         """Concatenates the rows of each value over all replicas, for all replicas."""
         return list(self._batch_gather_to([(one, one) for one in values], 0))
@@ -323,9 +311,7 @@ class ReplicaExtended:
             pairs = [(tf_internals.per_replica([v]) if tf.is_tensor(v) else v, t) for v, t in pairs]
         distributed = (isinstance(one, tf_internals.DistributedValues) for one, _ in pairs)
         if isinstance(ops, ConfiguredCrossDeviceOps) and all(distributed):
-            return ops._batch_gather(
-                [(one, self._with_default_device(to)) for one, to in pairs], axis, options
-            )
+            return ops._batch_gather(pairs, axis, options)
         return super()._batch_gather_to(pairs, axis, options)  # type: ignore[misc]
 
     def _of_each(self, value: Any) -> Any:
@@ -334,13 +320,6 @@ class ReplicaExtended:
         if step.now.steps is None or isinstance(value, tf_internals.DistributedValues):
             return value
         return step.copies(value, self.worker_devices)
-
-    def _with_default_device(self, destinations: Any) -> Any:
-        """Returns destinations, or the first device for a value whose device is not known."""
-        # Arguments of a traced function have no device yet.
-        if isinstance(destinations, (str, tf_internals.DistributedValues)):
-            return destinations
-        return destinations if tf_internals.known_device(destinations) else self.worker_devices[0]
 
     def _distribute_datasets_from_function(self, dataset_fn: Any, options: Any) -> Any:
         distribute = super()._distribute_datasets_from_function  # type: ignore[misc]

@@ -247,7 +247,7 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
         with keras_internals.fitting(model):
             history = own(model, *args, **kwargs)
         if is_ours:
-            diloco.finish(model.distribute_strategy, updates.states_of_model(model))
+            diloco.finish(model.distribute_strategy, diloco.states_of_model(model))
     return history
 
 
@@ -360,7 +360,7 @@ def _with_data(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 def _begin_outer_again(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
     """Gives a model other parameters, from which all hosts begin."""
     result = own(model, *args, **kwargs)
-    for state in updates.states_of_model(model):
+    for state in diloco.states_of_model(model):
         state.begin_again()
     return result
 

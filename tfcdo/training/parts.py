@@ -141,17 +141,14 @@ def _own_rows(value: Any, first: Any, index: Any, replicas: int) -> Any:
 def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
     """Divides a batch that no dataset has, such as `train_on_batch`'s, among a host's devices."""
 
-    def has_rows(value: Any) -> bool:
-        return tf.is_tensor(value) and bool(value.shape.rank)
-
     def to_tensor(value: Any) -> Any:
         return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
     batch = tf.nest.map_structure(to_tensor, batch)
-    first = next(filter(has_rows, tf.nest.flatten(batch)), None)
+    first = next(filter(step.is_of_rows, tf.nest.flatten(batch)), None)
 
     def divided(value: Any) -> Any:
-        if not has_rows(value):
+        if not step.is_of_rows(value):
             return value
         own = functools.partial(_own_rows, _copies(value), first, replicas=len(devices))
         return step.on_each(devices, own, range(len(devices)))

@@ -125,7 +125,7 @@ class ReplicaStep:
     def with_stand_in(self, values: Any, stand_ins: Sequence[Any]) -> Any:
         """Returns tensors of rows, or the stand-in of each on a replica without examples."""
         flat = tf.nest.flatten(values)
-        places = [at for at, one in enumerate(flat) if _is_of_rows(one) and not one.shape[0]]
+        places = [at for at, one in enumerate(flat) if is_of_rows(one) and not one.shape[0]]
         given, instead = ([tensors[at] for at in places] for tensors in (flat, stand_ins))
         if self.known_rows == 0:
             found = instead
@@ -139,7 +139,7 @@ class ReplicaStep:
 
     def without_stand_in(self, value: Any) -> Any:
         """Returns a value, without the row of a stand-in."""
-        if not (self.can_be_empty and _is_of_rows(value)):
+        if not (self.can_be_empty and is_of_rows(value)):
             return value
         if self.known_rows is not None:
             return value if self.known_rows else slice_rows(value, 0, 0)
@@ -148,7 +148,8 @@ class ReplicaStep:
         return slice_rows(value, 0, tf.where(self.has_rows, rows_of(value), 0))
 
 
-def _is_of_rows(value: Any) -> bool:
+def is_of_rows(value: Any) -> bool:
+    """Returns whether a value is a tensor, dense or not, that has rows."""
     kinds = (tf.Tensor, tf.RaggedTensor, tf.SparseTensor)
     return isinstance(value, kinds) and bool(value.shape.rank)
 
@@ -157,7 +158,7 @@ def stand_ins(steps: Sequence[ReplicaStep], values: Sequence[Any]) -> list[Any]:
     """Returns the first replica's first rows of some values, if a replica has no examples."""
     # Layers may fail on a row of zeros, such as a lookup without a place for unknown words. They
     # get one only where all replicas of a host have no examples.
-    places = [at for at, one in enumerate(values) if _is_of_rows(one)]
+    places = [at for at, one in enumerate(values) if is_of_rows(one)]
     counts = [tf.cast(here.rows, tf.int64) for here in steps]
 
     def rows() -> list[Any]:
@@ -291,6 +292,24 @@ def copies(value: Any, devices: Sequence[str]) -> Any:
     """Returns a value of replicas that all hold the same object: a copy for each."""
     copy = functools.partial(tf.nest.map_structure, tf.identity, expand_composites=True)
     return on_each(devices, copy, [value] * len(devices))
+
+
+def on_each_alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
+    """Calls a function on each replica, which works alone."""
+    last = last_of(grads)
+
+    @tf.autograph.experimental.do_not_convert
+    def on_replica(grads: Sequence[Any]) -> Any:
+        with changed(alone=True, counts_after=last):
+            return function(grads)
+
+    return strategy.extended.call_for_each_replica(on_replica, args=(list(grads),))
+
+
+def last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
+    """Returns the tensors of the last gradient; a step that fails in its forward pass has none."""
+    last = next((tf_internals.components(one) for one in reversed(grads) if one is not None), ())
+    return list(tf.nest.flatten(last, expand_composites=True))
 
 
 @tf.autograph.experimental.do_not_convert

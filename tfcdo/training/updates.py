@@ -16,15 +16,15 @@ import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
 from tfcdo.execute import rows
+from tfcdo.execute.base import ConfiguredCrossDeviceOps
+from tfcdo.execute.interpreter import Summed
 from tfcdo.plan.algorithms import deal_owners
-from tfcdo.training import statistics, step
+from tfcdo.training import diloco, statistics, step
 
 # A class of optimizers' own `apply`, of an optimizer, gradients and variables.
 Call = Callable[[Any, Sequence[Any], Sequence[Any] | None], Any]
 Function = Callable[..., Any]
-# Attributes of Keras's optimizer, so that its checkpoints have the outer loop's state, and of
-# TensorFlow's variable: the index of its owner's device.
-OUTER_STATE, _OWNER = "tfcdo_outer", "tfcdo_owner"
+_OWNER = "tfcdo_owner"  # An attribute of TensorFlow's variable: the index of its owner's device.
 
 
 def apply(
@@ -46,7 +46,7 @@ def apply(
     outer = getattr(tf.distribute.get_strategy().extended, "outer", None)
     if outer is None or here is None or here.alone or here.applies or here.trace is not None:
         return update()
-    return _between_hosts(optimizer, variables, update)
+    return diloco.between_hosts(optimizer, variables, update)
 
 
 def apply_gradients(
@@ -100,8 +100,11 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     leaves = keras_internals.leaves(optimizer)
     shards = strategy.extended.shard_optimizer_state
     if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
-        sums = context.merge_call(lambda strategy, grads: summed(strategy, grads, known), [grads])
-        with step.changed(alone=True, counts_after=_last_of(sums)):
+        sums = context.merge_call(
+            lambda strategy, grads: _summed(strategy, unified(strategy, grads, known), known),
+            [grads],
+        )
+        with step.changed(alone=True, counts_after=step.last_of(sums)):
             return own(optimizer, sums, variables)
     if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
         return own(optimizer, grads, variables)
@@ -118,46 +121,6 @@ def _divided(optimizer: Any) -> str | None:
         return "the gradients that gradient_accumulation_steps adds up"
     sharded = strategy.extended.shard_optimizer_state
     return "the state, by shard_optimizer_state=True" if sharded else None
-
-
-def _between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> Any:
-    """Updates on a host that trains alone; before and after it hosts meet if it is time to."""
-    context = tf.distribute.get_replica_context()
-    begun: list[Any] = []
-
-    @tf.autograph.experimental.do_not_convert
-    def begin(strategy: tf.distribute.Strategy) -> None:
-        if variables is not None:
-            keras_internals.build(optimizer, variables)
-        begun.extend(state.begin() for state in states_of(optimizer))
-        # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
-        step.change_all(applies=True)
-
-    @tf.autograph.experimental.do_not_convert
-    def end(strategy: tf.distribute.Strategy) -> None:
-        total = step.change_all(applies=False)[0].total
-        for state, exchanges in zip(states_of(optimizer), begun, strict=True):
-            # Without a batch, hosts count the same.
-            state.end(1 if total is None else total, exchanges)
-
-    context.merge_call(begin)
-    with step.changed(applies=True):
-        result = update()
-    context.merge_call(end)
-    return result
-
-
-def states_of(optimizer: Any) -> list[Any]:
-    """Returns the `diloco.OuterState` of each of an optimizer's parts; none without `outer`."""
-    leaves = [] if optimizer is None else keras_internals.leaves(optimizer)
-    return [getattr(leaf, OUTER_STATE) for leaf in leaves if hasattr(leaf, OUTER_STATE)]
-
-
-def states_of_model(model: Any) -> list[Any]:
-    """Returns the `diloco.OuterState` of each part of a model's optimizers."""
-    optimizers = keras_internals.optimizers_of(model).values()
-    states = [state for optimizer in optimizers for state in states_of(optimizer)]
-    return list({id(state): state for state in states}.values())  # One may wrap another.
 
 
 def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | None) -> None:
@@ -198,70 +161,81 @@ def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
 
 
 @tf.autograph.experimental.do_not_convert
-def summed(
+def _summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Sums gradients over all replicas; where these meet. None stays None."""
-    grads = unified(strategy, grads, variables)
-    results = _largest(strategy, grads, variables)
-    at = [i for i, grad in enumerate(grads) if grad is not None and i not in results]
+    """Sums unified gradients over all replicas; where these meet. None stays None."""
+    results = list(grads)
+    are_added = [not keras_internals.is_overwritten(variable) for variable in variables]
+    at = [i for i, grad in enumerate(grads) if grad is not None and are_added[i]]
     if at:
-        lookups = _by_lookup(strategy, [grads[i] for i in at])
-        paths = [keras_internals.path_of(variables[at[one.of]]) for one in lookups]
-        sums = strategy.extended.sum_gradients([one.rows for one in lookups], paths)
-        _note_updates_by_rows(strategy, paths, sums)
-        whole = rows.as_on_one_device(sums, lookups)
-        results |= zip(at, map(tf_internals.per_replica, whole), strict=True)
-    return [results.get(i) for i in range(len(grads))]
+        found, lookups = _lookups_summed(
+            strategy, [grads[i] for i in at], [variables[i] for i in at]
+        )
+        for i, total in zip(at, rows.as_on_one_device(found.sums, lookups), strict=True):
+            results[i] = tf_internals.per_replica(total)
+    return results
 
 
-def _note_updates_by_rows(
-    strategy: tf.distribute.Strategy, paths: Sequence[str], sums: Sequence[Any]
-) -> None:
-    """Notes which variables replicas may update in another order than others do."""
-    first = [tf_internals.components(total)[0] for total in sums]
-    of_rows = zip(paths, first, strict=True)
-    strategy.extended.updated_by_rows.update(
-        path for path, one in of_rows if isinstance(one, tf.IndexedSlices)
-    )
-
-
-def _by_lookup(strategy: tf.distribute.Strategy, grads: Sequence[Any]) -> list[rows.Lookup]:
-    options = getattr(strategy.extended._cross_device_ops, "_options", None)
-    sum_equal = options is not None and options.sum_equal_rows
+def _lookups_summed(
+    strategy: tf.distribute.Strategy,
+    grads: Sequence[Any],
+    variables: Sequence[Any],
+    owners: Sequence[int] = (),
+) -> tuple[Summed, Sequence[rows.Lookup]]:
+    """Sums the rows of each lookup, or all of a gradient, for all devices or on an owner."""
+    extended = strategy.extended
+    ops = extended._cross_device_ops
+    is_ours = isinstance(ops, ConfiguredCrossDeviceOps)
     examples = step.now.steps[0].known_rows if step.now.steps else None
-    return rows.by_lookup(grads, examples, sum_equal)
-
-
-def _largest(
-    strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
-) -> dict[int, Any]:
-    """Returns the largest of the replicas' gradients of variables that these overwrite."""
-    # The scales of float8, which Keras gets as gradients.
-    pairs = enumerate(zip(grads, variables, strict=True))
-    at = [i for i, (g, v) in pairs if g is not None and keras_internals.is_overwritten(v)]
-    if not at:
-        return {}
-    on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
-    as_rows = [
-        on_each(lambda grad: tf.convert_to_tensor(grad)[None], tf_internals.components(grads[i]))
-        for i in at
-    ]
-    of_all = strategy.extended.gather_rows(as_rows)
-    largest = (
-        on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
+    lookups = rows.by_lookup(grads, examples, is_ours and ops._options.sum_equal_rows)
+    values = [one.rows for one in lookups]
+    paths = [keras_internals.path_of(variables[one.of]) for one in lookups]
+    if is_ours:
+        of_lookups = [owners[one.of] for one in lookups] if owners else ()
+        found = ops.sum_gradients(values, paths, extended.worker_devices, of_lookups)
+    else:
+        found = Summed(tuple(extended.batch_reduce_to("SUM", [*zip(values, values)])), ())
+    # Replicas may update these in another order than others do.
+    extended.updated_by_rows.update(
+        path
+        for path, total in zip(paths, found.sums, strict=True)
+        if isinstance(tf_internals.components(total)[0], tf.IndexedSlices)
     )
-    return dict(zip(at, largest, strict=True))
+    return found, lookups
 
 
+@tf.autograph.experimental.do_not_convert
 def unified(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
-    """Gives each variable a gradient of one kind and of its shape on all replicas of this host."""
+    """Gives each variable a gradient of one kind and of its shape on all replicas of this host.
+
+    Variables that Keras overwrites with their gradients get the largest of all replicas'.
+    """
     devices = strategy.extended.worker_devices
-    return [
+    found = [
         _shaped(_unified(grad, list(variable.shape), devices), variable.shape, devices)
         for grad, variable in zip(grads, variables, strict=True)
+    ]
+    overwriting = map(keras_internals.is_overwritten, variables)
+    at = [i for i, is_whole in enumerate(overwriting) if is_whole and found[i] is not None]
+    # The scales of float8, which Keras gets as gradients.
+    for i, largest in zip(at, _largest(strategy, [found[i] for i in at]), strict=True):
+        found[i] = largest
+    return found
+
+
+def _largest(strategy: tf.distribute.Strategy, values: Sequence[Any]) -> list[Any]:
+    """Returns the largest of all replicas' numbers, element by element."""
+    on_each = functools.partial(step.on_each, strategy.extended.worker_devices)
+    as_rows = [
+        on_each(lambda own: tf.convert_to_tensor(own)[None], tf_internals.components(one))
+        for one in values
+    ]
+    of_all = strategy.extended.gather_rows(as_rows) if as_rows else []
+    return [
+        on_each(lambda some: tf.reduce_max(some, 0), tf_internals.components(one)) for one in of_all
     ]
 
 
@@ -310,7 +284,7 @@ def _update(
     at = [i for i, grad in enumerate(grads) if grad is not None]
 
     def work(grads: Sequence[Any]) -> None:
-        alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
+        step.on_each_alone(strategy, lambda grads: leaf.apply(grads, variables), grads)
 
     if not at:
         return work(grads)  # Keras raises the error.
@@ -318,7 +292,7 @@ def _update(
 
     def update(grads: Sequence[Any]) -> None:
         if not shards:
-            work(summed(strategy, grads, variables))
+            work(_summed(strategy, grads, variables))
             return
         pairs: tuple[list[Any], list[Any]] = ([], [])
         for grad, variable in zip(grads, variables, strict=True):
@@ -326,37 +300,18 @@ def _update(
         owned, whole = ([*zip(*some, strict=True)] or [(), ()] for some in pairs)
         _update_shards(strategy, leaf, *owned, *whole)
 
-    # While gradients accumulate, nothing is sent but the scales of float8.
-    if shards or leaf.gradient_accumulation_steps:
-        for i, largest in _largest(strategy, grads, variables).items():
-            grads[i] = largest
     if not leaf.gradient_accumulation_steps:
         update(grads)
         return
-    # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here.
+    # A replica cannot meet the others in a `tf.cond` of its own, so the branch is chosen here. No
+    # gradients are sent while they accumulate.
     tf.cond(
         keras_internals.is_update_due(leaf),
-        lambda: update(alone(strategy, lambda grads: _taken(leaf, grads, variables), grads)),
+        lambda: update(
+            step.on_each_alone(strategy, lambda grads: _taken(leaf, grads, variables), grads)
+        ),
         lambda: work(grads),
     )
-
-
-def alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequence[Any]) -> Any:
-    """Calls a function on each replica, which works alone."""
-    last = _last_of(grads)
-
-    @tf.autograph.experimental.do_not_convert
-    def on_replica(grads: Sequence[Any]) -> Any:
-        with step.changed(alone=True, counts_after=last):
-            return function(grads)
-
-    return strategy.extended.call_for_each_replica(on_replica, args=(list(grads),))
-
-
-def _last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
-    """Returns the tensors of the last gradient; a step that fails in its forward pass has none."""
-    last = next((tf_internals.components(one) for one in reversed(grads) if one is not None), ())
-    return list(tf.nest.flatten(last, expand_composites=True))
 
 
 def _taken(leaf: Any, grads: Sequence[Any], variables: Sequence[Any]) -> list[Any]:
@@ -415,14 +370,8 @@ def _update_shards(
     owner = [getattr(value, _OWNER) for value in values]
     devices = strategy.extended.worker_devices
     grads = [_in_dtype(grad, value.dtype) for grad, value in zip(grads, values, strict=True)]
-    lookups = _by_lookup(strategy, grads)
-    of = [one.of for one in lookups]
-    paths = [keras_internals.path_of(variables[i]) for i in of]
-    owned = strategy.extended._cross_device_ops.reduce_to_owners(
-        [one.rows for one in lookups], paths, [owner[i] for i in of], devices
-    )
-    _note_updates_by_rows(strategy, paths, owned.sums)
-    sums = [total for [total] in rows.as_on_one_device(owned.sums, lookups)]
+    found, lookups = _lookups_summed(strategy, grads, variables, owner)
+    sums = [total for [total] in rows.as_on_one_device(found.sums, lookups)]
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
@@ -454,8 +403,9 @@ def _update_shards(
 
     strategy.extended.call_for_each_replica(on_owner, args=(list(overwriting),))
     # Of several sums for one variable, the first one's place has it.
+    of = [one.of for one in lookups]
     first = [of.index(i) for i in range(len(values))]
-    arrived = owned.send([changed[i] if first[i] == k else tf.zeros([0]) for k, i in enumerate(of)])
+    arrived = found.send([changed[i] if first[i] == k else tf.zeros([0]) for k, i in enumerate(of)])
     for value, at, k in zip(values, owner, first, strict=True):
         _send(value.values, at, arrived[k], devices)
     # Each replica has updated all averages, from its own values of the variables. Slots that Keras
