@@ -260,7 +260,8 @@ class LossesTest(kt.TrainingTestCase):
                 self.mean.update_state(keras.ops.mean(outputs))
                 self.mean.update_state([loss, keras.ops.mean(outputs)])  # Two numbers.
                 self.rows.update_state(keras.ops.ones_like(y))
-                reported = [compiled, self.mean, self.rows, *[self.tracker, self.weighted] * tracked]
+                reported = [compiled, self.mean, self.rows]
+                reported += [self.tracker, self.weighted] if tracked else []
                 results = {metric.name: metric.result() for metric in reported}
                 return {"loss": first.result() if tracked else loss, **results}
 
