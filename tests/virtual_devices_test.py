@@ -22,10 +22,6 @@ returned = {count: configure_virtual_cpus(count) for count in (2, 3, 1)}
 seen = names()
 told = [returned, seen, configure_virtual_cpus(3), refusal(4)]
 """
-_STARTED = """
-tf.zeros(1)
-told = [configure_virtual_cpus(1), refusal(2), names()]
-"""
 _THREADS = """
 import os
 from tfcdo.topology.detection import num_cores
@@ -56,11 +52,6 @@ class ConfigureVirtualCpusTest(parameterized.TestCase):
         self.assertStartsWith(
             refused, "4 virtual CPU devices are needed, but TensorFlow has already started with 3:"
         )
-
-    def test_after_a_start_without_it_there_is_one_device(self):
-        returned, refused, seen = _told(_STARTED)
-        self.assertEqual((returned, seen), (["CPU:0"], ["/device:CPU:0"]))
-        self.assertIn("already started with 1: call configure_virtual_cpus(2) before", refused)
 
     @parameterized.parameters(
         (0, "at least 1; got 0"), (-1, "at least 1; got -1"), (True, "an int; got"), ("2", "an int")

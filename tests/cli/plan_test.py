@@ -56,9 +56,9 @@ class PlanTest(CommandTestCase):
         ring = algorithms.make_plan("ring", dgx1, 10**8)
         times = simulator.robust_seconds(ring, dgx1), simulator.simulate(ring, dgx1).seconds
         self.assertEqual(rows["ring"][3:5], [*map(format_seconds, times)])
-        # The same from a file, with a byte order mark; and it fits.
+        # The same from a measurement in a file; and it fits.
         saved = self.folder / "machine.json"
-        saved.write_text(dgx1.to_json(), encoding="utf-8-sig")
+        measurement.save(measurement.Measured(dgx1, "2026-01-02", ((1000, 1e-9),)), saved)
         console = rich_console.Console(width=80)
         with mock.patch.object(options, "make_console", lambda stderr=False: console):
             output = self.output_of("plan", "-t", str(saved))
@@ -83,15 +83,10 @@ class PlanTest(CommandTestCase):
         self.assertIn("on each of 2 devices", output)
         self.assertEqual(output, self.output_of("plan", "-t", "-", stdin=_TABLE))
 
-    def test_a_measurement_in_a_file(self):
-        path = self.folder / "machine.json"
-        found = measurement.Measured(preset("pcie", 2), "2026-01-02", ((1000, 1e-9),))
-        measurement.save(found, path)
-        self.assertIn("2 devices of pcie", self.output_of("plan", "-t", str(path), "-b", "1MB"))
-
     def test_square_brackets_in_names_are_printed_and_drawn(self):
         saved, picture = self.folder / "[y].json", self.folder / "[bold].svg"
-        saved.write_text(_two_devices("a [bold]b[/x]", "link [/z]"), encoding="utf-8")
+        # With a byte order mark.
+        saved.write_text(_two_devices("a [bold]b[/x]", "link [/z]"), encoding="utf-8-sig")
         output = self.output_of("plan", "-t", str(saved), "-b", "1K", "--draw", str(picture))
         self.assertIn("All-reduce of 1.02 kB on each of 2 devices of a [bold]b[/x]", output)
         self.assertIn("link [/z]", output)

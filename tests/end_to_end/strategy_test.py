@@ -1,7 +1,6 @@
 """tfcdo's classes in TensorFlow's `MirroredStrategy`: calls, Keras, and graphs of TensorFlow 1."""
 
 import contextlib
-import functools
 import pathlib
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -117,16 +116,6 @@ class StrategyTest(kt.TrainingTestCase):
         self.assert_same_training(expected, model, 2e-5)
         if not keras_internals.adds_metrics_twice:  # TensorFlow's strategy would.
             self.assertAllClose(expected.history.history, model.history.history)
-
-    def test_rows_of_embeddings_and_synchronized_normalization(self):
-        def layers() -> list[Any]:
-            return [*kt.word_layers(), keras.layers.BatchNormalization(synchronized=True)]
-
-        make = functools.partial(keras.optimizers.Adagrad, 0.2)
-        train = functools.partial(kt.trained_eagerly, make=make, layers=layers, data=kt.word_data)
-        ops, strategy = made(lambda: tfcdo.AllReduceCrossDeviceOps("ring", num_packs=3), 2)
-        with self.used(ops):
-            self.assert_same_training(train(1), train(2, strategy=strategy), 2e-5)
 
 
 _SESSION = """

@@ -192,28 +192,6 @@ class LossesTest(kt.TrainingTestCase):
         texts = {verb: f"{verb} 2 times on 2 replicas" for verb in ("counts", "count")}
         self.assertEqual(told, [verb for verb in texts if texts[verb] in str(warn.call_args_list)])
 
-    @parameterized.parameters(
-        (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
-    )
-    def test_own_train_step_reports_its_loss(self, tracked, how):
-        """As Keras's guide has it: in its tracker, in one of its own, weighted, and as a result."""
-
-        class Own(kt.OwnStep):
-            def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
-                for metric in self.metrics:
-                    metric.update_state(loss)
-                self.weighted.update_state(loss, sample_weight=tf.shape(x)[0])
-                return {m.name: m.result() for m in self.metrics if tracked} or {"own": loss}
-
-        def make(on_one_device: bool) -> keras.Model:
-            options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
-            model = kt.model_of(kt.dense_layers, "sgd", kind=Own, **options)
-            model.tracker, model.weighted = map(keras.metrics.Mean, ("tracker", "weighted"))
-            return model
-
-        model, _ = self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
-        self.assertLen(model.history.history, 3 if tracked else 1)
-
     @parameterized.parameters(True, False)
     def test_losses_of_layers_whose_replicas_meet(self, run_eagerly):
         """Also a loss that Keras has scaled already, as in its guide's `LogisticEndpoint`."""
@@ -266,29 +244,37 @@ class LossesTest(kt.TrainingTestCase):
         make, data = functools.partial(kt.model_of, layers, "sgd", kind=Own), kt.dense_data(5)
         self.check_as_on_one_device(lambda one: make(eager or one), *data, batch_size=4)
 
-    @parameterized.parameters(True, False)
-    def test_own_train_step_reports_metrics(self, tracked):
-        """As in Keras's guide, by other names than Keras has, or only some of them."""
+    @parameterized.parameters(
+        (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
+    )
+    def test_own_train_step_reports_metrics(self, tracked, how):
+        """As Keras's guide has it: in trackers of Keras's and its own, weighted; as a result."""
 
         class Own(kt.OwnStep):
             def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
                 first, compiled = self.metrics[:2]
-                if tracked:
-                    first.update_state(loss)
+                for metric in (first, self.tracker) if tracked else ():
+                    metric.update_state(loss)
+                self.weighted.update_state(loss, sample_weight=tf.shape(x)[0])
                 compiled.update_state(y, outputs)
                 self.mean.update_state(keras.ops.mean(outputs))
                 self.mean.update_state([loss, keras.ops.mean(outputs)])  # Two numbers.
                 self.rows.update_state(keras.ops.ones_like(y))
-                results = {m.name: m.result() for m in (compiled, self.mean, self.rows)}
+                reported = [compiled, self.mean, self.rows]
+                reported += [self.tracker, self.weighted] if tracked else []
+                results = {metric.name: metric.result() for metric in reported}
                 return {"loss": first.result() if tracked else loss, **results}
 
-        def make(run_eagerly: bool) -> keras.Model:
-            model = kt.model_of(kt.dense_layers, "sgd", run_eagerly, kind=Own, metrics=["mae"])
-            model.mean, model.rows = keras.metrics.Mean("mean"), keras.metrics.Sum("rows")
-            model.unused = keras.metrics.Mean("unused")
+        def make(on_one_device: bool) -> keras.Model:
+            options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
+            model = kt.model_of(kt.dense_layers, "sgd", kind=Own, metrics=["mae"], **options)
+            for name in ("tracker", "weighted", "mean", "unused"):
+                setattr(model, name, keras.metrics.Mean(name))
+            model.rows = keras.metrics.Sum("rows")
             return model
 
-        self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
+        model, _ = self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
+        self.assertLen(model.history.history, 6 if tracked else 4)
 
     def test_no_layer_sees_an_empty_part(self):
         """Some kernels fail on nothing, or on zeros; a NaN of an example still counts."""

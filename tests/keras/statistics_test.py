@@ -43,11 +43,6 @@ class StatisticsTest(TrainingTestCase):
         expected = model.evaluate(*data(12), 6, verbose=0)
         self.assertAllClose(history["val_loss"][-1], expected, rtol=1e-6)
 
-    def test_replicas_without_examples_take_the_others(self):
-        options: dict[str, Any] = {"replicas": 3, "tolerance": 2e-6, "batch_size": 1}
-        model = functools.partial(model_of, layers_with_statistics, "sgd")
-        self.check_as_on_one_device(lambda _: model(), *data(3), **options)
-
     def test_equal_numbers_stay_as_they_are(self):
         # Seven: with two or three replicas, a mean in 32 bits is exact as well.
         strategy = strategy_of(7)
