@@ -90,6 +90,12 @@ class SimulatorTest(parameterized.TestCase):
         self.assertEqual(["killing c"], run.tick(35.0)[:1])
         self.assertEqual([], run.end(protocol.End(2, status=137, at=35.1), 35.1))
 
+    def test_a_request_that_is_sent_twice_at_once_is_one(self):
+        run = protocol.Supervision(workers="ab", grace=10.0, leave=30.0)
+        self.assertLen(run.ask(15, 5.0), 5)
+        self.assertEqual([], run.ask(1, 5.9))
+        self.assertEqual("killing a, b", run.ask(15, 6.0)[0])
+
     @parameterized.parameters((True, 8.3, 0), (False, 0.3, 1))
     def test_the_chief_that_others_follow_leaves_last(self, follows, seconds, blamed):
         run = protocol.Supervision(workers="abc", grace=10.0, leave=30.0)

@@ -163,7 +163,7 @@ print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]), *near & 
         process = self.start_family(
             *("--grace", "600"),
             then="""
-signal.signal(signal.SIGINT, lambda *_: mark(f"asked{task}"))
+signal.signal(signal.SIGINT, lambda *_: (time.sleep(1.0), mark(f"asked{task}")))
 signal.signal(signal.SIGTERM, signal.SIG_IGN)
 mark(f"ready{task}")
 while True: time.sleep(0.02)

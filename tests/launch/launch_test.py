@@ -132,10 +132,17 @@ class OutputTest(LaunchTestCase):
                 own = [line for line in text.splitlines() if line.startswith(prefix)]
                 self.assertEqual(own, [prefix + line for line in expected])
 
-    def test_output_that_nobody_takes_ends_the_job(self):
+    @parameterized.parameters(False, True)
+    def test_output_that_nobody_takes_ends_the_job(self, is_asked):
         process = self.start(
             *("--workers", "2", "train.py"),
             script="""
+            def end(*_):
+                time.sleep(0.5)
+                print("end")
+                time.sleep(0.5)
+                sys.exit(mark(f"asked{task}"))
+            signal.signal(signal.SIGTERM, end)
             mark(f"worker{task}")
             while True: print("line"); time.sleep(0.01)
             """,
@@ -144,13 +151,17 @@ class OutputTest(LaunchTestCase):
         process.stdout.readline()
         self.read_pid("worker0")
         self.read_pid("worker1")
-        process.stdout.close()
         assert process.stderr
+        if is_asked:  # By who also ends `tee`: workers may still make a backup.
+            process.terminate()
+            self.assertIn("got SIGTERM", process.stderr.readline())
+        process.stdout.close()
         error = process.stderr.read()
-        self.assertEqual(process.wait(SECONDS), 1)
+        self.assertEqual(process.wait(SECONDS), 143 if is_asked else 1)
         # As of other commands: `tfcdo launch ... | head -1` says nothing about it.
         self.assertEqual(error, "")
         self.assert_ended("worker0", "worker1")
+        self.assertEqual(is_asked, (self.folder / "asked0").exists())
 
     @parameterized.parameters(
         ([b"a\nb", b"c\n"], [b"a", b"bc"]),

@@ -122,7 +122,9 @@ def _supervise(
             actions = supervision.tick(time.monotonic())
         else:
             if isinstance(event, OSError):
-                raise event
+                if not supervision.result().signal:
+                    raise event
+                continue  # Who reads the output, such as `tee`, has been asked to end, too.
             if isinstance(event, protocol.End):
                 processes[event.worker].drain(_DRAIN_SECONDS)
                 actions = supervision.end(event, time.monotonic())
@@ -228,8 +230,9 @@ class Process:
 
 def report(message: str) -> None:
     """Tells the user a sentence."""
-    sys.stderr.write(f"tfcdo: {message}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # The terminal has been closed.
+        sys.stderr.write(f"tfcdo: {message}\n")
+        sys.stderr.flush()
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
