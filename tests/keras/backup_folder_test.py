@@ -142,6 +142,14 @@ class BackupFolderTest(parameterized.TestCase):
             first.write((0, 2), {}, _ARRAYS)
         self.assertEqual(first.positions(), [(0, 1)])
 
+    @parameterized.parameters(b"", b'{"run": "a', b"[1]", b"{}", b"\xff")
+    def test_a_name_of_the_owner_that_is_damaged(self, data: bytes):
+        folder = self.write((0, 1))
+        (self.path / "training.json").write_bytes(data)
+        told = r"no backup is made, because '.*training\.json', .*, is damaged: \w+Error: .*; start"
+        self.assertRaisesRegex(RuntimeError, told, folder.write, (0, 2), {}, _ARRAYS)
+        self.assertEqual(self.folder().newest().position, (0, 1))
+
     def test_a_folder_that_cannot_be_written_to(self):
         self.path.write_text("a file")
         self.assertRaisesRegex(OSError, "backup_dir cannot be written, '.*backup': ", self.folder)
