@@ -106,11 +106,9 @@ class BackupFolderTest(parameterized.TestCase):
     def test_a_disk_that_fills_up_while_a_backup_is_written(self):
         folder = self.write((0, 1))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))  # The half of it.
-        try:
-            self.assert_write_fails(folder, ".* are kept", v0=np.ones([2**18], np.float32))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        self.assert_write_fails(folder, ".* are kept", v0=np.ones([2**18], np.float32))
         folder.write((0, 2), {"position": (0, 2)}, _ARRAYS)
         self.assertEqual(folder.newest().position, (0, 2))
 
