@@ -170,8 +170,7 @@ class Process:
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
-        assert self._guard.stdout
-        assert self._guard.stderr
+        assert self._guard.stdout and self._guard.stderr
         streams = (
             (self._guard.stdout, spec.prefix, sys.stdout.buffer),
             (self._guard.stderr, spec.error_prefix, sys.stderr.buffer),
