@@ -62,7 +62,6 @@ _REDUCED_PAIRS = ("self", "reduce_op", "value_destination_pairs", "options")
 _OF_BOTH: Mapping[str, tuple[str, ...]] = {
     "_batch_gather_to": ("self", "value_destination_pairs", "axis", "options"),
     "_call_for_each_replica": _STEP,
-    "_communication_options": (),
     "_container_strategy": ("self",),
     "_create_variable": ("self", "next_creator"),
     "_cross_device_ops": (),

@@ -90,6 +90,12 @@ class SimulatorTest(parameterized.TestCase):
         self.assertEqual(["killing c"], run.tick(35.0)[:1])
         self.assertEqual([], run.end(protocol.End(2, status=137, at=35.1), 35.1))
 
+    def test_who_asks_twice_does_not_wait_but_not_at_once(self):
+        run = protocol.Supervision(workers="ab", grace=10.0, leave=30.0)
+        self.assertEqual([5, 0], [len(run.ask(*one)) for one in ((15, 5.0), (1, 5.9))])
+        killed = ["killing a, b", protocol.Send(0, 9), protocol.Send(1, 9)]
+        self.assertEqual((killed, 143), (run.ask(2, 6.0), run.result().status))
+
     @parameterized.parameters((True, 8.3, 0), (False, 0.3, 1))
     def test_the_chief_that_others_follow_leaves_last(self, follows, seconds, blamed):
         run = protocol.Supervision(workers="abc", grace=10.0, leave=30.0)

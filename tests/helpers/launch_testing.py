@@ -115,10 +115,9 @@ class LaunchTestCase(parameterized.TestCase):
 def changed_variables(**changed: str | None) -> Iterator[None]:
     """Sets variables of this process; None removes one."""
     with mock.patch.dict(os.environ):
-        for name, value in changed.items():
+        for name in changed:
             os.environ.pop(name, None)
-            if value is not None:
-                os.environ[name] = value
+        os.environ.update({name: one for name, one in changed.items() if one is not None})
         yield
 
 

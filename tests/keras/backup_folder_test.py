@@ -107,11 +107,9 @@ class BackupFolderTest(parameterized.TestCase):
     def test_a_disk_that_fills_up_while_a_backup_is_written(self):
         folder = self.write((0, 1))
         soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+        self.addCleanup(resource.setrlimit, resource.RLIMIT_FSIZE, (soft, hard))
         resource.setrlimit(resource.RLIMIT_FSIZE, (2**19, hard))  # The half of it.
-        try:
-            self.assert_write_fails(folder, ".* are kept", v0=np.ones([2**18], np.float32))
-        finally:
-            resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+        self.assert_write_fails(folder, ".* are kept", v0=np.ones([2**18], np.float32))
         folder.write((0, 2), {"position": (0, 2)}, _ARRAYS)
         self.assertEqual(folder.newest().position, (0, 2))
 
@@ -142,6 +140,14 @@ class BackupFolderTest(parameterized.TestCase):
         ):
             first.write((0, 2), {}, _ARRAYS)
         self.assertEqual(first.positions(), [(0, 1)])
+
+    @parameterized.parameters(b"", b'{"run": "a', b"[1]", b"{}", b"\xff")
+    def test_a_name_of_the_owner_that_is_damaged(self, data: bytes):
+        folder = self.write((0, 1))
+        (self.path / "training.json").write_bytes(data)
+        told = r"no backup is made, because '.*training\.json', .*, is damaged: \w+Error: .*; start"
+        self.assertRaisesRegex(RuntimeError, told, folder.write, (0, 2), {}, _ARRAYS)
+        self.assertEqual(self.folder().newest().position, (0, 1))
 
     def test_a_folder_that_cannot_be_written_to(self):
         self.path.write_text("a file")

@@ -159,20 +159,6 @@ print("tidied up", os.path.exists(os.environ["{worker.FAILURE_FILE}"]), *near & 
         said = self.check_end(process, 128 + signal.SIGHUP, output)
         self.assertEqual(said, "tfcdo: got SIGHUP: passing it on to the workers\n")
 
-    def test_who_asks_twice_does_not_wait(self):
-        process = self.start_family(
-            *("--grace", "600"),
-            then="""
-signal.signal(signal.SIGINT, lambda *_: mark(f"asked{task}"))
-signal.signal(signal.SIGTERM, signal.SIG_IGN)
-mark(f"ready{task}")
-while True: time.sleep(0.02)
-""",
-        )
-        self.send_after("ready", process, signal.SIGINT)
-        self.send_after("asked", process, signal.SIGTERM)
-        self.check_end(process, 128 + signal.SIGINT)
-
     def test_a_stopped_worker_is_ended_too(self):
         process = self.start_family(
             *("--grace", "600"),

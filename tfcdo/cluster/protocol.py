@@ -334,6 +334,8 @@ SETTLE_SECONDS = 0.3
 # How long the chief, which keeps the store, stays at its end for others to read why it ends. So it
 # may be to blame, and end after them.
 LAST_SECONDS = 8.0
+# `timeout`, and a terminal that closes, send one request to end more than once.
+_REPEAT_SECONDS = 1.0
 
 
 @dataclasses.dataclass(frozen=True)
@@ -376,7 +378,7 @@ class Supervision:
         self._grace = grace
         self._leave = leave
         self._failures: list[End] = []
-        self._signal = 0
+        self._signal, self._asked_at = 0, 0.0
         self._has_left = self._is_settled = False
 
     def end(self, event: End, now: float) -> Actions:
@@ -412,8 +414,8 @@ class Supervision:
     def ask(self, number: int, now: float) -> Actions:
         """A signal asks the launcher to end."""
         if self._signal:  # A user who asks twice does not want to wait.
-            return self._kill()
-        self._signal = number
+            return self._kill() if now >= self._asked_at + _REPEAT_SECONDS else []
+        self._signal, self._asked_at = number, now
         name = signal.Signals(number).name
         return [f"got {name}: passing it on to the workers", *self._stop(number, now)]
 

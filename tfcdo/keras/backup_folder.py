@@ -141,8 +141,7 @@ class BackupFolder:
                     if operation == "create":
                         file = stack.enter_context(writing.open("wb"))
                     elif operation == "read name":
-                        owner = json.loads((self.path / _OWNER).read_text())
-                        answer = owner["run"]
+                        answer = self._read_owner()["run"]
                     elif operation == "fill":
                         _save(file, arrays)
                         file.flush()
@@ -153,7 +152,7 @@ class BackupFolder:
                         writing.unlink(missing_ok=True)
         except StopIteration as end:
             if not end.value:
-                owner = json.loads((self.path / _OWNER).read_text())
+                owner = self._read_owner()
                 raise RuntimeError(
                     f"another job uses backup_dir {str(self.path)!r}: process {owner['process']} "
                     f"on {owner['host']} began after this one; give each job a folder of its own"
@@ -162,6 +161,18 @@ class BackupFolder:
             with contextlib.suppress(OSError):
                 writing.unlink()
             raise
+
+    def _read_owner(self) -> Mapping[str, Any]:
+        """Returns which process has taken the folder last."""
+        path = self.path / _OWNER
+        try:
+            owner = json.loads(path.read_text())
+            return {key: owner[key] for key in ("run", "host", "process")}
+        except (ValueError, TypeError, KeyError) as error:
+            raise RuntimeError(
+                f"no backup is made, because {str(path)!r}, which names the job that uses the "
+                f"folder, is damaged: {type(error).__name__}: {error}; start again"
+            ) from None
 
     def _publish(self, writing: pathlib.Path, name: str) -> bool:
         """Makes a file visible; returns whether it is still there."""

@@ -122,7 +122,9 @@ def _supervise(
             actions = supervision.tick(time.monotonic())
         else:
             if isinstance(event, OSError):
-                raise event
+                if not supervision.result().signal:
+                    raise event
+                continue  # Who reads the output, such as `tee`, has been asked to end, too.
             if isinstance(event, protocol.End):
                 processes[event.worker].drain(_DRAIN_SECONDS)
                 actions = supervision.end(event, time.monotonic())
@@ -168,8 +170,7 @@ class Process:
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
-        assert self._guard.stdout
-        assert self._guard.stderr
+        assert self._guard.stdout and self._guard.stderr
         streams = (
             (self._guard.stdout, spec.prefix, sys.stdout.buffer),
             (self._guard.stderr, spec.error_prefix, sys.stderr.buffer),
@@ -228,8 +229,9 @@ class Process:
 
 def report(message: str) -> None:
     """Tells the user a sentence."""
-    sys.stderr.write(f"tfcdo: {message}\n")
-    sys.stderr.flush()
+    with contextlib.suppress(OSError):  # The terminal has been closed.
+        sys.stderr.write(f"tfcdo: {message}\n")
+        sys.stderr.flush()
 
 
 def split_lines(chunks: Iterable[bytes]) -> Iterator[bytes]:
