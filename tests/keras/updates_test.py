@@ -294,10 +294,13 @@ class OwnLoopTest(kt.TrainingTestCase):
         (False, "adam", "the optimizer 'adam"),
         (False, "scaled", "the optimizer 'adam"),
         (False, "sgd", "the metric of the variable 'mean_squared_error(?=.* model.compile, into)"),
+        (False, "rmsprop", "the variable 'counter"),
     )
     def test_made_outside_of_the_scope(self, is_model, kind, named):
         strategy, outside = kt.strategy_of(2), tf.distribute.get_strategy()
-        metrics = [keras.metrics.MeanSquaredError()] if kind == "sgd" else None
+        counter = keras.Variable(0.0, trainable=False, name="counter")
+        made = [keras.metrics.MeanSquaredError(), lambda *_: counter.assign_add(1.0)]
+        metrics = {"sgd": made[:1], "rmsprop": made[1:]}.get(kind)
         with (outside if is_model else strategy).scope():
             model = keras.Sequential(kt.dense_layers())
         with (strategy if is_model else outside).scope():

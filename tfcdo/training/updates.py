@@ -170,12 +170,17 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
                 "it, or that calls model.compile with its name, into `with strategy.scope():`"
             )
     for variable in variables or ():
-        if not _is_made_here(variable, strategy):
-            raise ValueError(
-                f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
-                f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
-                "move the line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
-            )
+        _check_variable(variable, strategy)
+
+
+def _check_variable(variable: Any, strategy: tf.distribute.Strategy) -> None:
+    """Raises a ValueError unless a variable is of the strategy's scope."""
+    if not _is_made_here(variable, strategy):
+        raise ValueError(
+            f"the variable {keras_internals.path_of(variable)!r} must be made in the scope of the "
+            f"strategy that trains it, {type(strategy).__name__}; it was made outside: move the "
+            "line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
+        )
 
 
 def check_metrics(model: Any) -> None:
@@ -560,6 +565,11 @@ def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
 
 def note_write(own: Function, variable: Any, value: Any) -> Any:
     """Notes that all of a Keras variable is written."""
+    here = step.current_several()
+    if here is not None and not here.alone and step.now.method:
+        # Each replica would change one of its own, such as a teacher's, and so a plain one K times.
+        if tf_internals.is_variable(keras_internals.value_of(variable)):
+            _check_variable(variable, tf.distribute.get_strategy())
     _note(variable, None)
     return own(variable, value)
 
