@@ -566,10 +566,10 @@ def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
 def note_write(own: Function, variable: Any, value: Any) -> Any:
     """Notes that all of a Keras variable is written."""
     here = step.current_several()
-    if here is not None and not here.alone and step.now.method:
-        # Each replica would change one of its own, such as a teacher's, and so a plain one K times.
-        if tf_internals.is_variable(keras_internals.value_of(variable)):
-            _check_variable(variable, tf.distribute.get_strategy())
+    in_step = here is not None and not here.alone and step.now.method
+    # Each replica assigns its own copy; one that was made outside would be assigned K times.
+    if in_step and tf_internals.is_variable(keras_internals.value_of(variable)):
+        _check_variable(variable, tf.distribute.get_strategy())
     _note(variable, None)
     return own(variable, value)
 
