@@ -565,8 +565,7 @@ def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
 
 def note_write(own: Function, variable: Any, value: Any) -> Any:
     """Notes that all of a Keras variable is written."""
-    here = step.current_several()
-    in_step = here is not None and not here.alone and step.now.method
+    in_step = step.current_several() is not None and step.now.method
     # Each replica assigns its own copy; one that was made outside would be assigned K times.
     if in_step and tf_internals.is_variable(keras_internals.value_of(variable)):
         _check_variable(variable, tf.distribute.get_strategy())
@@ -587,7 +586,7 @@ def count(name: str, own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        several = None if here is not None and here.alone else step.current_several()
+        several = step.current_several()
         if several and statistics.is_summed(total := keras_internals.value_of(variable)):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, total.dtype)
