@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
-from tfcdo.execute import rows
+from tfcdo.execute import device_ops, rows
 from tfcdo.plan.algorithms import deal_owners
 from tfcdo.training import statistics, step
 
@@ -495,19 +495,15 @@ def _clipped(
         return list(sums)
     # Keras divides by these before it clips.
     limit *= (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
-    squares = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(devices[at]):
-            squares.append(tf.reduce_sum(tf.square(getattr(total, "values", total))))
+    places, values = [devices[at] for at in owner], [getattr(one, "values", one) for one in sums]
+    squares = device_ops.on_each(places, lambda one: tf.reduce_sum(tf.square(one)), values)
     with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
         widest = max(tf.float32, *(one.dtype for one in squares), key=lambda dtype: dtype.size)
         norm = tf.sqrt(tf.add_n([tf.cast(square, widest) for square in squares]))
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    clipped = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(devices[at]):
-            clipped.append(tf.math.scalar_mul(tf.cast(scale, total.dtype), total))
-    return clipped
+    return device_ops.on_each(
+        places, lambda one: tf.math.scalar_mul(tf.cast(scale, one.dtype), one), sums
+    )
 
 
 def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequence[Any]) -> Any:
