@@ -413,10 +413,8 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
         data = tf.data.Dataset.from_tensors(np.concatenate(PARTS))
         [batch] = strategy.experimental_distribute_dataset(data)
-
-        def step() -> Any:
-            return strategy.run(rows_and_gradient, args=(select, batch if has_batch else None))
-
+        args = select, batch if has_batch else None
+        step = functools.partial(strategy.run, rows_and_gradient, args)
         rows, gradients = (step if eager else tf.function(step))()
         of_all = np.concatenate(PARTS)
         kept = np.arange(9) if select is tf.identity else np.flatnonzero(of_all[:, 0])
@@ -437,10 +435,7 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     def test_a_tensor_that_all_replicas_share(self, eager, dtype):
         strategy = tfcdo.MirroredStrategy(tu.device_names(2))
         shared = tf.ones([2, 1], dtype)
-
-        def step() -> Any:
-            return strategy.run(rows_and_gradient, (tf.identity, shared))
-
+        step = functools.partial(strategy.run, rows_and_gradient, (tf.identity, shared))
         rows, gradients = (step if eager else tf.function(step))()
         of_each = tf.reshape(2 * WEIGHTS[:4], [2, 2, 1])  # Each of the replicas has this loss.
         results = map(strategy.experimental_local_results, (rows, gradients))

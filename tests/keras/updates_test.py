@@ -99,7 +99,8 @@ class UpdatesTest(kt.TrainingTestCase):
 
             def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
                 momentum = self.momenta[self._get_variable_index(variable)]
-                self.assign(momentum, 0.5 * momentum + gradient)
+                noise = 0.1 * keras.random.normal(variable.shape, seed=1)  # On all alike.
+                self.assign(momentum, 0.5 * momentum + gradient + noise)
                 self.assign_sub(variable, learning_rate * keras.ops.tanh(momentum))
 
         def own(self: Any, *args: Any) -> Any:  # Not linear: it must get the sums.
@@ -108,7 +109,8 @@ class UpdatesTest(kt.TrainingTestCase):
 
         setattr(SignedMomentum, name, own)
         make = functools.partial(SignedMomentum, 0.3, clipnorm=0.2)
-        train: Any = kt.trained_eagerly
+        # Each of two replicas has as many examples as a weight has rows.
+        train: Any = functools.partial(kt.trained_eagerly, data=lambda: kt.dense_data(8))
         refused = "must be None with shard_optimizer_state=True"
         if name == "apply_gradients":
             train, refused = kt.fitted, "must be False .* `apply_gradients` of its own, Signed"
@@ -294,10 +296,13 @@ class OwnLoopTest(kt.TrainingTestCase):
         (False, "adam", "the optimizer 'adam"),
         (False, "scaled", "the optimizer 'adam"),
         (False, "sgd", "the metric of the variable 'mean_squared_error(?=.* model.compile, into)"),
+        (False, "rmsprop", "the variable 'counter"),
     )
     def test_made_outside_of_the_scope(self, is_model, kind, named):
         strategy, outside = kt.strategy_of(2), tf.distribute.get_strategy()
-        metrics = [keras.metrics.MeanSquaredError()] if kind == "sgd" else None
+        counter = keras.Variable(0.0, trainable=False, name="counter")
+        made = [keras.metrics.MeanSquaredError(), lambda *_: counter.assign_add(1.0)]
+        metrics = {"sgd": made[:1], "rmsprop": made[1:]}.get(kind)
         with (outside if is_model else strategy).scope():
             model = keras.Sequential(kt.dense_layers())
         with (strategy if is_model else outside).scope():
@@ -545,9 +550,7 @@ class SavedTest(kt.TrainingTestCase):
             model.distribute_strategy.run(apply, ([None] * len(variables), variables))
 
     def test_saved_amid_an_accumulation(self):
-        def make() -> Any:
-            return ko.Adam(0.1, clipnorm=0.1, gradient_accumulation_steps=3)
-
+        make = functools.partial(ko.Adam, 0.1, clipnorm=0.1, gradient_accumulation_steps=3)
         path = pathlib.Path(self.get_temp_dir()) / "model.keras"
         whole = kt.fitted(1, make, examples=5 * kt.BATCH)
         rest = [values[2 * kt.BATCH :] for values in kt.dense_data(5 * kt.BATCH)]

@@ -12,6 +12,7 @@ import tensorflow as tf
 from tfcdo import keras_internals, tf_internals
 from tfcdo.cluster import session
 from tfcdo.exchange.rounding import ROUNDOFF
+from tfcdo.execute import device_ops
 from tfcdo.training import diloco, parts, step
 
 Function = Callable[..., Any]
@@ -187,12 +188,9 @@ class WeightComparison:
         """Returns a function that gathers what `function` makes of variables on all replicas."""
 
         def here() -> tf.Tensor:
-            results = []
-            for variable in self._variables:
-                tensor = tf.convert_to_tensor(variable)
-                # A slot that only its owner has is read there, and only the result is sent.
-                with tf.device(tensor.device):
-                    results.append(function(tensor))
+            tensors = [*map(tf.convert_to_tensor, self._variables)]
+            # A slot that only its owner has is read there, and only the result is sent.
+            results = device_ops.on_each([one.device for one in tensors], function, tensors)
             return tf.stack(results)[None]
 
         strategy = self._strategy

@@ -53,7 +53,7 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
     def _note_write(self) -> Any:
         """Notes a write; returns whether this replica has examples, None if it writes anyway."""
         here = step.current_several()
-        if here is None or here.alone or here.reports or not here.some_can_be_empty:
+        if here is None or here.reports or not here.some_can_be_empty:
             return None
         if self.is_shared:
             return None

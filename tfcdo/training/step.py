@@ -228,10 +228,12 @@ now = _Now()
 
 
 def current_several() -> ReplicaStep | None:
-    """Returns the step that this thread's replica runs with other replicas; else None."""
+    """Returns the step that this thread's replica runs together with other replicas; else None."""
     step = now.step
+    if step is None or step.alone:  # Such as in an optimizer's update.
+        return None
     # A host alone with one replica may have no examples where other hosts have some.
-    return step if step is not None and (step.replicas > 1 or step.can_be_empty) else None
+    return step if step.replicas > 1 or step.can_be_empty else None
 
 
 def change_all(**changes: Any) -> Sequence[ReplicaStep]:

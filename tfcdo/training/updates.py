@@ -15,7 +15,7 @@ from typing import Any
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
-from tfcdo.execute import rows
+from tfcdo.execute import device_ops, rows
 from tfcdo.execute.base import ConfiguredCrossDeviceOps
 from tfcdo.execute.interpreter import Summed
 from tfcdo.plan.algorithms import deal_owners
@@ -133,12 +133,17 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
                 "it, or that calls model.compile with its name, into `with strategy.scope():`"
             )
     for variable in variables or ():
-        if not _is_made_here(variable, strategy):
-            raise ValueError(
-                f"the variable {keras_internals.path_of(variable)!r} must be made in the scope "
-                f"of the strategy that trains it, {type(strategy).__name__}; it was made outside: "
-                "move the line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
-            )
+        _check_variable(variable, strategy)
+
+
+def _check_variable(variable: Any, strategy: tf.distribute.Strategy) -> None:
+    """Raises a ValueError unless a variable is of the strategy's scope."""
+    if not _is_made_here(variable, strategy):
+        raise ValueError(
+            f"the variable {keras_internals.path_of(variable)!r} must be made in the scope of the "
+            f"strategy that trains it, {type(strategy).__name__}; it was made outside: move the "
+            "line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
+        )
 
 
 def check_metrics(model: Any) -> None:
@@ -440,19 +445,15 @@ def _clipped(
         return list(sums)
     # Keras divides by these before it clips.
     limit *= (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
-    squares = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(devices[at]):
-            squares.append(tf.reduce_sum(tf.square(getattr(total, "values", total))))
+    places, values = [devices[at] for at in owner], [getattr(one, "values", one) for one in sums]
+    squares = device_ops.on_each(places, lambda one: tf.reduce_sum(tf.square(one)), values)
     with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
         widest = max(tf.float32, *(one.dtype for one in squares), key=lambda dtype: dtype.size)
         norm = tf.sqrt(tf.add_n([tf.cast(square, widest) for square in squares]))
         scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    clipped = []
-    for total, at in zip(sums, owner, strict=True):
-        with tf.device(devices[at]):
-            clipped.append(tf.math.scalar_mul(tf.cast(scale, total.dtype), total))
-    return clipped
+    return device_ops.on_each(
+        places, lambda one: tf.math.scalar_mul(tf.cast(scale, one.dtype), one), sums
+    )
 
 
 def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequence[Any]) -> Any:
@@ -510,6 +511,10 @@ def note_rows(own: Function, optimizer: Any, variable: Any, value: Any) -> None:
 
 def note_write(own: Function, variable: Any, value: Any) -> Any:
     """Notes that all of a Keras variable is written."""
+    in_step = step.current_several() is not None and step.now.method
+    # Each replica assigns its own copy; one that was made outside would be assigned K times.
+    if in_step and tf_internals.is_variable(keras_internals.value_of(variable)):
+        _check_variable(variable, tf.distribute.get_strategy())
     _note(variable, None)
     return own(variable, value)
 
@@ -527,7 +532,7 @@ def count(name: str, own: Function, variable: Any, value: Any) -> Any:
     # A step that fails on one replica must not be counted on others, which would then differ.
     here = step.now.step
     with tf.control_dependencies(() if here is None else here.counts_after):
-        several = None if here is not None and here.alone else step.current_several()
+        several = step.current_several()
         if several and statistics.is_summed(total := keras_internals.value_of(variable)):
             # Keras would assign the sum, and K replicas then the old value K times.
             value = tf.cast(value, total.dtype)
