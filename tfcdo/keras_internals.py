@@ -182,8 +182,9 @@ def settings_of(one: Any) -> Any:
     with warnings.catch_warnings(), contextlib.suppress(Exception):
         warnings.simplefilter("ignore")  # Of a lambda.
         # A user's may fail, which only saving shows. A model's layers are compared themselves.
-        config = {} if isinstance(one, keras.Model) else one.get_config()
-    config |= getattr(one, "_fn_kwargs", {})  # Some losses save no arguments of their function.
+        saved = {} if isinstance(one, keras.Model) else one.get_config()
+        # Some losses save no arguments of their function.
+        config = {**saved, **getattr(one, "_fn_kwargs", {})}
     dtype = getattr(getattr(one, "dtype_policy", None), "name", "")
     return {"class": type(one).__name__, "dtype": dtype, **_comparable(config)}
 

@@ -116,12 +116,10 @@ class WeightComparison:
     def __init__(self, model: Any, trains: bool) -> None:
         self._strategy = model.distribute_strategy
         made = (one for one in model.variables if keras_internals.value_of(one).trainable)
+        slots = keras_internals.variables_of_optimizers(model) if trains else []
         self._variables = [  # All replicas hold the same numbers of these, also of frozen ones.
             variable
-            for variable in [
-                *made,
-                *(keras_internals.variables_of_optimizers(model) if trains else ()),
-            ]
+            for variable in [*made, *slots]
             if variable.value.synchronization != tf.VariableSynchronization.ON_READ
             and (variable.value.dtype.is_floating or variable.value.dtype.is_integer)
         ]
