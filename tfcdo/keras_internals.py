@@ -55,8 +55,9 @@ WRAPPERS = tuple(
     for name in ("LossScaleOptimizer", "MultiOptimizer")
     if hasattr(keras.optimizers, name)
 )
-# Settings that processes need not have alike: names are counted by each, the rest is the chief's.
-_OF_PROCESS = re.compile("name|dtype|seed|.*_initializer")
+# Settings that processes need not have alike: names are counted by each, seeds and first values are
+# the chief's, and a function's values of its own may name the host.
+_OF_PROCESS = re.compile("name|dtype|seed|.*_initializer|closure|defaults")
 _LONG = 100  # Of longer lists in a saved layer, such as vocabularies, the lengths are compared.
 # Since Keras 3.12.
 DISTILLERS = (keras.distillation.Distiller,) if hasattr(keras, "distillation") else ()
