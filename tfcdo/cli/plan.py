@@ -27,7 +27,7 @@ from tfcdo.topology import measurement
 from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
-_MACHINES = ", ".join((*PRESETS, "here"))
+_MACHINES = ", ".join((*PRESETS, "nvswitch:16 and the like", "here"))
 # More packs take longer to simulate than anyone waits; bytes are of all devices of one host.
 _MOST_PACKS, _MOST_BYTES = 4096, 800 * 10**9
 _MOST_HOSTS = 1024
@@ -63,9 +63,7 @@ def _read(name: str) -> str:
         with click.open_file(name, encoding="utf-8") as file:
             return str(file.read()).removeprefix("\ufeff")
     except FileNotFoundError:
-        raise ValueError(
-            f"{name!r} is neither a file nor a known machine: {_MACHINES}, or as in nvswitch:16"
-        ) from None
+        raise ValueError(f"{name!r} is neither a file nor a known machine: {_MACHINES}") from None
     except UnicodeDecodeError:
         raise ValueError(f"{name}: expected text; the file holds something else") from None
     except OSError as error:
