@@ -224,6 +224,9 @@ class Process:
                 printed.write(prefix + line + b"\n")
                 printed.flush()
             except OSError as error:
+                # What is left in the buffer, and what comes, would fail again, also at the exit.
+                with pathlib.Path(os.devnull).open("wb") as nowhere:
+                    os.dup2(nowhere.fileno(), printed.fileno())
                 self._events.put(error)
 
 
