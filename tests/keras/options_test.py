@@ -1,7 +1,8 @@
-"""Options of strategies: `shard_optimizer_state`, and `check_in_sync`, which finds differences."""
+"""Options of strategies: `shard_optimizer_state`; what hosts compare, weights among it."""
 
 import contextlib
 import functools
+import json
 import tempfile
 from typing import Any
 
@@ -14,6 +15,7 @@ from absl.testing import parameterized
 from keras import optimizers as ko
 
 import tfcdo
+from tfcdo.cluster import protocol
 from tfcdo.training import alike
 
 sharded = functools.partial(kt.trained_eagerly, shard_optimizer_state=True)
@@ -161,6 +163,46 @@ class ComparisonTest(kt.TrainingTestCase):
         self.assertIsNone(comparison.difference())
         _break(model, "bias", 1)
         self.assertRegex(str(comparison.difference()), r"^replica 1 .*bias.* 1 differ somewhere$")
+
+
+_WORDS = tuple(f"word{number}" for number in range(100))
+
+
+def _told_to_hosts(
+    units: int = 2,
+    l2: str | None = None,
+    words: tuple[str, ...] = _WORDS,
+    function: Any = keras.ops.sin,
+    loss: Any = "mse",
+    rate: Any = 0.1,
+) -> Any:
+    """Makes a model, and returns what hosts tell each other of it."""
+    inner = keras.Sequential([keras.layers.Dense(units, kernel_regularizer=l2)])
+    lookup = keras.layers.StringLookup(vocabulary=list(words))
+    model = keras.Sequential([keras.layers.Lambda(function), inner, lookup])
+    model.compile(ko.Adam(rate), loss)
+    return json.loads(json.dumps(alike.of_model(model)))
+
+
+class AlikeTest(parameterized.TestCase):
+    @parameterized.parameters(
+        ({"units": 3}, "^layers, element 2 of 4: units: 2 on x, 3 on y$"),
+        ({"l2": "l2"}, "^layers, element 2 of 4: kernel_regularizer: nothing on x, .*'L2'.* on y$"),
+        (
+            {"words": ("a", "b")},
+            r"vocabulary: 100 values on x, \['a', 'b'\] on y; vocabulary_size: 101 on",
+        ),
+        (
+            {"function": lambda x: x},
+            "element 0 of 4: function: class: function on x, __lambda__ on y$",
+        ),
+        ({"loss": keras.losses.Huber(2.0)}, "^loss, element 0 of 1: mse on x, .*'delta': 2.0.* y$"),
+        ({"rate": ko.schedules.CosineDecay(1.0, 9)}, "learning_rate: nothing on x, .*'decay_steps"),
+        ({"rate": 0.2}, "^$"),  # The chief's.
+    )
+    def test_what_differs_is_named(self, change, told):
+        left, right = _told_to_hosts(), _told_to_hosts(**change)
+        self.assertRegex(protocol.differences(left, "x", right, "y"), told)
 
 
 class FitTest(kt.TrainingTestCase):
