@@ -16,14 +16,14 @@ from tfcdo.execute import device_ops
 from tfcdo.training import diloco, parts, step
 
 Function = Callable[..., Any]
+# The attribute of a dataset whose order follows a seed that only the hosts of now know.
+OF_PROCESSES = "_tfcdo_of_processes"
 # Odd numbers without pattern, as in hash functions of 64 bits.
 _OF_INDEX, _FIRST, _SECOND = (
     int(np.uint64(odd).astype(np.int64))
     for odd in (0x9E3779B97F4A7C15, 0xBF58476D1CE4E5B9, 0x94D049BB133111EB)
 )
 _HALF = np.int64(32)
-# The attribute of a dataset whose order follows a seed that only the hosts of now know.
-OF_PROCESSES = "_tfcdo_of_processes"
 _INTEGER_OF_SIZE = {2: tf.int16, 4: tf.int32, 8: tf.int64}
 # Arguments of `fit`, `evaluate` and `predict` by which hosts take steps.
 _OF_STEPS = (
@@ -76,23 +76,21 @@ def shuffled(
     own: Function, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any
 ) -> tf.data.Dataset:
     """Stands for `Dataset.shuffle`: without a seed, all hosts have the same one."""
-    joined = session.current()
-    if joined is None or seed is not None or tf_internals.has_global_seed():
+    kind = f"shuffle of {dataset.element_spec}"
+    common = _common_seed(session.current(), kind) if seed is None else None
+    if common is None:
         return own(dataset, buffer_size, seed, *args, **kwargs)
-    tf.compat.v1.get_seed(None)  # Raises TensorFlow's error if ops must be deterministic.
-    seed = joined.seed(f"shuffle of {dataset.element_spec}")
-    made = own(dataset, buffer_size, seed, *args, **kwargs)
+    made = own(dataset, buffer_size, common, *args, **kwargs)
     setattr(made, OF_PROCESSES, True)
     return made
 
 
 def of_arrays(own: Function, adapter: Any) -> tf.data.Dataset:
     """Stands for `get_tf_dataset` of arrays: without a seed, all hosts have the same order."""
-    joined = step.now.session
-    if joined is None or tf_internals.has_global_seed() or not keras_internals.is_shuffled(adapter):
+    is_shuffled = keras_internals.is_shuffled(adapter)
+    seed = _common_seed(step.now.session, "the order of arrays") if is_shuffled else None
+    if seed is None:
         return own(adapter)
-    tf.compat.v1.get_seed(None)  # As above.
-    seed = joined.seed("the order of arrays")
     with tf_internals.plain_variables("/cpu:0"):
         epoch = tf.Variable(0, dtype=tf.int64)
     with step.during(order=(seed, epoch)):
@@ -108,6 +106,14 @@ def permuted(own: Function, value: Any, seed: Any = None, name: Any = None) -> t
         return own(value, seed, name)
     first, epoch = step.now.order
     return tf.random.experimental.stateless_shuffle(value, [first, epoch.assign_add(1)])
+
+
+def _common_seed(joined: session.Session | None, kind: str) -> int | None:
+    """Returns a seed that all hosts have; None on one host, and where a program has set one."""
+    if joined is None or tf_internals.has_global_seed():
+        return None
+    tf.compat.v1.get_seed(None)  # Raises TensorFlow's error if ops must be deterministic.
+    return joined.seed(kind)
 
 
 class WeightComparison:

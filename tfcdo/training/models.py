@@ -253,16 +253,15 @@ def _fit(own: Function, model: Any, *args: Any, **kwargs: Any) -> Any:
 
 @contextlib.contextmanager
 def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iterator[None]:
-    """Is there for `fit` and the like; raises an error if hosts call it in different ways."""
+    """Begins `fit` and the like once all hosts do; an error if they call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     joined = _session_of(model.distribute_strategy)
     if joined is None:
         yield
         return
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
-    if isinstance(
-        function, alike.CheckedFunction
-    ):  # Weights may have been assigned since the last call.
+    if isinstance(function, alike.CheckedFunction):
+        # Weights may have been assigned since the last call.
         function.calls, function.begins = 0, True
     call = inspect.signature(own).bind(model, *args, **kwargs)
     call.apply_defaults()
