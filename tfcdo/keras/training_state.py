@@ -211,16 +211,17 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     residuals = {
         key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
     }
-    same = _is_alike(strategy, header)
+    feedback, same = _feedback(strategy), _is_alike(strategy, header)
+    if feedback is None:
+        return
     if not same and any(key.startswith("r.") for key in arrays):
         log.warn_once(
-            "error feedback starts at 0, because the backup was made with another number of "
-            f"devices: {header['replicas']} on {header['hosts']} hosts instead of "
-            f"{strategy.num_replicas_in_sync} on {hosts}"
+            "the state of error_feedback and exchange starts again, because the backup was made "
+            f"with another number of devices: {header['replicas']} on "
+            f"{log.format_count(header['hosts'], 'host')} instead of "
+            f"{strategy.num_replicas_in_sync} on {log.format_count(hosts, 'host')}"
         )
-    feedback = _feedback(strategy)
-    if feedback is not None:
-        feedback.restore(residuals if same else {})
+    feedback.restore(residuals if same else {})
 
 
 def restore_metrics(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
