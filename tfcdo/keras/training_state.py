@@ -206,22 +206,21 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     if _SHARED_SEED in arrays:  # The training has drawn without a seed.
         for component in _shared_seed():
             component.assign(arrays[_SHARED_SEED])
-    host, hosts = host_of(strategy)
-    prefix = f"r.{host}."
-    residuals = {
-        key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
-    }
-    feedback, same = _feedback(strategy), _is_alike(strategy, header)
+    feedback = _feedback(strategy)
     if feedback is None:
         return
-    if not same and any(key.startswith("r.") for key in arrays):
+    host, hosts = host_of(strategy)
+    residuals = {key: array for key, array in arrays.items() if key.startswith("r.")}
+    if residuals and not _is_alike(strategy, header):
         log.warn_once(
             "the state of error_feedback and exchange starts again, because the backup was made "
             f"with another number of devices: {header['replicas']} on "
             f"{log.format_count(header['hosts'], 'host')} instead of "
             f"{strategy.num_replicas_in_sync} on {log.format_count(hosts, 'host')}"
         )
-    feedback.restore(residuals if same else {})
+        residuals = {}
+    own = f"r.{host}."
+    feedback.restore({k.removeprefix(own): v for k, v in residuals.items() if k.startswith(own)})
 
 
 def restore_metrics(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:
