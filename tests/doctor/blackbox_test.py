@@ -151,7 +151,7 @@ class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.addCleanup(mock.patch.stopall)
-        mock.patch.multiple(progress, _pipe=None, _hears_at_once=False).start()
+        mock.patch.object(progress, "_asked", None).start()
         self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 

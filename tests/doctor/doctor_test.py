@@ -285,7 +285,7 @@ class FindingsTest(absltest.TestCase):
         report = _report({(0, 2): _HANGS, (2, 3): _HANGS, (1, 0): None})
         hosts = examination.TfConfig("{...}", hosts=(Finding(OK, "host 0"),))
         of_hosts = examination.script_line(dataclasses.replace(report, tf_config=hosts))
-        self.assertRegex(of_hosts, r"gpus\[i\] for i in \(0, 1, 3,\)\], .*Strategy\([^,]*\)$")
+        self.assertRegex(of_hosts, r"gpus\[i\] for i in \(0, 1, 3,\)\], .*devices_per_worker=3\)$")
         self.check(
             report,
             "wrong: copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s",

@@ -149,35 +149,32 @@ def read_box(path: pathlib.Path) -> Box:
 
 # Python runs a handler only between two steps of the main thread, which may wait inside TensorFlow,
 # but writes the signal's number to one file of the process at once.
-_pipe: tuple[int, int] | None = None
-_hears_at_once = False
+_asked: int | None = None  # Where the numbers are read.
 
 
 def listen() -> None:
     """Lets SIGUSR1 ask for the black box, even while the main thread waits inside TensorFlow."""
-    global _pipe, _hears_at_once
+    global _asked
     if threading.current_thread() is not threading.main_thread():
         return
-    handler = signal.getsignal(signal.SIGUSR1)
-    if handler is signal.SIG_DFL:
-        _pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        other = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        _hears_at_once = other == -1
-        if not _hears_at_once:
-            signal.set_wakeup_fd(other)  # Another library has the file.
-        signal.signal(signal.SIGUSR1, _note_signal)
-    elif handler is not _note_signal:
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        _asked, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+
+        def note(number: int, frame: object) -> None:
+            if other != -1:  # Another library has the file.
+                with contextlib.suppress(BlockingIOError):
+                    os.write(writer, bytes([number]))
+
+        signal.signal(signal.SIGUSR1, note)
+    elif _asked is None:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
-
-
-def _note_signal(number: int, frame: object) -> None:
-    if _pipe is not None and not _hears_at_once:
-        with contextlib.suppress(BlockingIOError):
-            os.write(_pipe[1], bytes([number]))
 
 
 def is_asked() -> bool:
     """Returns whether SIGUSR1 has arrived since this was last called."""
     with contextlib.suppress(BlockingIOError):
-        return _pipe is not None and signal.SIGUSR1 in os.read(_pipe[0], 1 << 16)
+        return _asked is not None and signal.SIGUSR1 in os.read(_asked, 1 << 16)
     return False
