@@ -90,8 +90,8 @@ class DifferenceTest(absltest.TestCase):
         told = protocol.differences(left, "x", right, "y")
         first = "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y"
         self.assertEqual(f"{first}; and 1 more", told)
-        left, right = ({"a": [{"b": math.nan}, one], "c": (1,)} for one in (1, 1.0))
-        told = protocol.differences(left, "x", {**right, "c": [1]}, "y")
+        with_tuple = {"a": [{"b": math.nan}, 1], "c": (1,)}
+        told = protocol.differences(with_tuple, "x", {"a": [{"b": math.nan}, 1.0], "c": [1]}, "y")
         self.assertEqual("a, element 1 of 2: 1 on x, 1.0 on y", told)
         told = protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
         self.assertEqual("e: nothing on x, 6 on y", told)
