@@ -6,8 +6,11 @@ import numbers
 import os
 import pathlib
 import re
+import sys
 from collections.abc import Iterable
 from typing import Any
+
+LARGEST_INT = 2**63 - 1  # Of TensorFlow and numpy.
 
 
 def check_int(name: str, value: object, at_least: int, at_most: int | None = None) -> None:
@@ -20,10 +23,15 @@ def check_int(name: str, value: object, at_least: int, at_most: int | None = Non
         raise ValueError(f"{name} must be {accepted}; got {value}")
 
 
+def items_of(values: Any) -> tuple[Any, ...] | None:
+    """Returns the items of a list or the like; None for one value, as a text or an array of 0-D."""
+    is_one = isinstance(values, str) or getattr(values, "shape", None) == ()
+    return tuple(values) if isinstance(values, Iterable) and not is_one else None
+
+
 def check_device_list(devices: Any) -> tuple[str, ...]:
     """Returns the argument `devices`, a list of at least one name, as a tuple."""
-    listed = isinstance(devices, Iterable) and not isinstance(devices, str)
-    found = tuple(devices) if listed else ()
+    found = items_of(devices)
     if not found:
         raise ValueError(f"devices must be a list of at least one device name; got {devices!r}")
     for device in found:
@@ -39,7 +47,10 @@ def check_number(name: str, value: object) -> float:
     """Returns the argument `name`, a number, as a float; a bool is none."""
     if isinstance(value, bool) or not isinstance(value, numbers.Real):
         raise TypeError(f"{name} must be a number; got {value!r}")
-    return float(value)
+    try:
+        return float(value)
+    except OverflowError:
+        raise ValueError(f"{name} must be at most {sys.float_info.max:.4g}; got {value}") from None
 
 
 def check_path(name: str, value: Any, *suffixes: str) -> pathlib.Path:
@@ -65,8 +76,8 @@ def check_type(name: str, value: object, kind: type, maker: str = "") -> None:
 
 def check_items(name: str, values: Any, kind: type) -> tuple[Any, ...]:
     """Returns the argument `name`, a list of objects of a class, as a tuple."""
-    items = tuple(values) if isinstance(values, Iterable) else (values,)
-    if not all(isinstance(item, kind) for item in items):
+    items = items_of(values)
+    if items is None or not all(isinstance(item, kind) for item in items):
         raise TypeError(f"{name} must be a list of {kind.__name__}; got {values!r}")
     return items
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import collections
 import contextlib
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import keras
@@ -74,9 +74,10 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         synchronize_batch_norm: bool = False,
     ) -> None:
         # An empty list means None: scripts pass tf.config.list_logical_devices("GPU").
-        if devices is not None and (isinstance(devices, str) or not isinstance(devices, Iterable)):
+        names = checks.items_of(devices)
+        if names is None and devices is not None:
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
-        devices = None if devices is None else different_devices(devices)
+        devices = None if names is None else different_devices(names)
         # TensorFlow accepts anything, even a class, and fails in the first reduction.
         if cross_device_ops is not None and not isinstance(
             cross_device_ops, tf.distribute.CrossDeviceOps

@@ -1,6 +1,7 @@
 """Tests of what a process is told about its cluster, and what it says of mistakes there."""
 
 import json
+import math
 import os
 from unittest import mock
 
@@ -89,6 +90,9 @@ class DifferenceTest(absltest.TestCase):
         told = protocol.differences(left, "x", right, "y")
         first = "a: 1 on x, 2 on y; b, element 1 of 2: 2 on x, 3 on y; c: 1 on x, 0 on y"
         self.assertEqual(f"{first}; and 1 more", told)
+        with_tuple = {"a": [{"b": math.nan}, 1], "c": (1,)}
+        told = protocol.differences(with_tuple, "x", {"a": [{"b": math.nan}, 1.0], "c": [1]}, "y")
+        self.assertEqual("a, element 1 of 2: 1 on x, 1.0 on y", told)
         told = protocol.differences({"a": 1}, "x", {"a": 1, "e": 6}, "y")
         self.assertEqual("e: nothing on x, 6 on y", told)
 

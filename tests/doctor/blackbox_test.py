@@ -151,7 +151,7 @@ class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
         self.addCleanup(mock.patch.stopall)
-        mock.patch.multiple(worker, _pipe=None, _hears_at_once=False).start()
+        mock.patch.object(progress, "_asked", None).start()
         self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 
@@ -162,19 +162,19 @@ class SignalTest(absltest.TestCase):
         signal.set_wakeup_fd(writer)
         progress.listen()
         progress.listen()
-        self.assertFalse(worker.take_signal(signal.SIGUSR1))
+        self.assertFalse(progress.is_asked())
         os.kill(os.getpid(), signal.SIGUSR1)
         time.sleep(0.01)
         self.assertEqual(bytes([signal.SIGUSR1]), os.read(reader, 10))
-        self.assertTrue(worker.take_signal(signal.SIGUSR1))
-        self.assertFalse(worker.take_signal(signal.SIGUSR1))
+        self.assertTrue(progress.is_asked())
+        self.assertFalse(progress.is_asked())
 
     def test_a_handler_of_the_user_stays(self):
         handler = mock.Mock()
         signal.signal(signal.SIGUSR1, handler)
         progress.listen()
         self.assertIs(handler, signal.getsignal(signal.SIGUSR1))
-        self.assertFalse(worker.take_signal(signal.SIGUSR1))
+        self.assertFalse(progress.is_asked())
 
     def test_another_thread_leaves_signals_alone(self):
         with futures.ThreadPoolExecutor(1) as pool:

@@ -282,8 +282,12 @@ class FindingsTest(absltest.TestCase):
         self.check(Report(Failure("x")), "wrong: TensorFlow does not start: x ->", script=script)
 
     def test_pairs_that_hang_are_named_and_their_devices_left_out(self):
+        report = _report({(0, 2): _HANGS, (2, 3): _HANGS, (1, 0): None})
+        hosts = examination.TfConfig("{...}", hosts=(Finding(OK, "host 0"),))
+        of_hosts = examination.script_line(dataclasses.replace(report, tf_config=hosts))
+        self.assertRegex(of_hosts, r"gpus\[i\] for i in \(0, 1, 3,\)\], .*devices_per_worker=3\)$")
         self.check(
-            _report({(0, 2): _HANGS, (2, 3): _HANGS, (1, 0): None}),
+            report,
             "wrong: copies from GPU:0 to GPU:2, GPU:2 to GPU:3 hang: no end within 15 s",
             "note: 1 pairs of devices were not tried, because others hang",
             script=r"\['GPU:0', 'GPU:1', 'GPU:3'\]",

@@ -308,9 +308,10 @@ class CompressionTest(tf.test.TestCase):
         generator = np.random.default_rng(1)
         left, right = generator.normal(size=(60, 3)), generator.normal(size=(3, 80))
         matrices = generator.normal(size=(2, 60, 80)) + 40 * left @ right
-        rehearsal = Rehearsal(PowerSGD(3, error_feedback=False), [(60, 80)], 2, "float64")
+        shapes = [(60, 80), (0, 0)]
+        rehearsal = Rehearsal(PowerSGD(3, error_feedback=False), shapes, 2, "float64")
         for _ in range(8):
-            [total] = rehearsal.step([[matrix] for matrix in matrices])
+            total, _ = rehearsal.step([[matrix, np.zeros((0, 0))] for matrix in matrices])
         left, sizes, right = np.linalg.svd(matrices.sum(0))
         best = left[:, :3] * sizes[:3] @ right[:3]
         self.assertAllClose(total, best, rtol=0, atol=1e-6 * sizes[0])

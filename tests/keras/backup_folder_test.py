@@ -59,6 +59,7 @@ class BackupFolderTest(parameterized.TestCase):
         folder = self.write((0, 1), (0, 2))
         for position in folder.positions():
             folder.file(position).write_bytes(b"")
+        folder.file((0, 3)).mkdir()  # Not a backup.
         with self.assertRaisesRegex(RuntimeError, r"no backup in '.*backup' can be read: epoch-"):
             folder.newest()
         folder.remove_after((0, 1))

@@ -326,6 +326,17 @@ class ExactTest(BackupTestCase):
         self.assertAllClose(*weights, 1e-5, 1e-5)
         self.assertAllClose(undisturbed.logs[1], training.logs[1], 1e-5, 1e-5)
 
+    @parameterized.parameters("bfloat16", None)
+    def test_rounding_errors_on_another_number_of_replicas(self, wire):
+        ops = tfcdo.AutoAllReduce(wire_dtype=wire, error_feedback=wire is not None)
+        with tfcdo.MirroredStrategy(tu.device_names(2), ops).scope():
+            model = keras.Sequential()
+        header = {"built": {}, "variables": [], "hosts": 1, "replicas": 3}
+        with mock.patch.object(log, "warn_once") as warn:
+            training_state.restore(model, header, {"r.0.x": np.zeros(1)})
+        told = "devices: 3 on 1 host instead of 2 on 1 host" if wire else "None"
+        self.assertIn(told, str(warn.call_args))
+
     def test_sigterm_before_the_position_of_the_backup(self):
         """Callbacks have changed the model again by then."""
         options: Any = {"exact": False, "rate": 0.1}

@@ -56,7 +56,8 @@ class AlgorithmsTest(plan_testing.PlanTestCase):
         (TypeError, r"a name or a list of copy trees; got \[\(None, 0\)\]", [(None, 0)]),
         (TypeError, "num_bytes must be an int; got 100000000.0 of type float$", "ring", 1e8),
         (TypeError, "num_packs must be an int; got True of type bool$", "ring", 10**8, True),
-        (ValueError, "num_bytes .*0; got -100", "ring", -100),
+        (ValueError, "num_bytes must be from 0 to 9.*07; got -100", "ring", -100),
+        (ValueError, "num_packs must be from 1 to 4096; got 1000000", "ring", 10**8, 10**6),
     )
     def test_wrong_arguments(self, error, message, algorithm, num_bytes=10**8, num_packs=None):
         topology = preset("nvswitch", 4)

@@ -124,11 +124,13 @@ class TimelineTest(plan_testing.PlanTestCase):
         ({"jitter": math.nan, "seed": 1}, 8, "jitter must be from 0 to 1; got nan"),
         ({"jitter": "0.1", "seed": 1}, 8, "jitter must be a number; got '0.1'"),
         ({"hosts": 2}, 8, "hosts must be a Hosts; got 2"),
+        ({"cutoff": "1"}, 8, "cutoff must be a number; got '1'", simulator.robust_seconds),
+        ({"num_seeds": 10**6}, 8, "num_seeds .* to 10000; got 1000000", simulator.robust_seconds),
     )
-    def test_nonsense(self, options, devices, message):
+    def test_nonsense(self, options, devices, message, call=simulator.simulate):
         schedule = algorithms.make_plan("ring", DGX1, MB)
         with self.assertRaisesRegex((ValueError, TypeError), message):
-            simulator.simulate(schedule, DGX1.subset(range(devices)), **options)
+            call(schedule, DGX1.subset(range(devices)), **options)
 
 
 def _between(hosts: int, plan: Plan, exchange: Exchange = SUM) -> Plan:

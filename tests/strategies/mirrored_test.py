@@ -233,6 +233,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("exchange must be .* got <class", {"exchange": tfcdo.exchange.PowerSGD}),
         ("exchange must be of a class with @dataclasses.*frozen", {"exchange": _UNFROZEN}),
         ("devices must be a list of device names or None; got 'CPU:0'", {"devices": "CPU:0"}),
+        ("devices must be a list of .* got array", {"devices": np.array("CPU:0")}),
         ("each of devices must be a device name; got 3", {"devices": ["CPU:0", 3]}),
         ("each of devices must name a device; got 'nonsense'", {"devices": ["nonsense"]}),
         ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),

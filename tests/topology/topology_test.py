@@ -6,6 +6,7 @@ import json
 import math
 import pathlib
 import random
+import re
 from typing import Any
 
 import hypothesis
@@ -115,6 +116,7 @@ class TopologyTest(parameterized.TestCase):
         ({"addition_bandwidth": math.nan}, "addition_bandwidth"),
         ({"serial_reduction": "no"}, "serial_reduction must be True or False; got 'no'"),
         ({"addition_bandwidth": "1G"}, "addition_bandwidth must be a number; got '1G'"),
+        ({"addition_bandwidth": 10**400}, "addition_bandwidth must be at most 1.*308; got 1000"),
         ({"resources": (Resource("a", 1.0),) * 2}, "'a' is duplicated"),
         ({"links": (Link(0, 1, 0.0, (0,)),) * 2}, "2 links; got 2; .*: .*0, 1.*1, 0"),
         ({"links": (Link(0, 1, 0.0, (2,)),)}, "indices from 0 to 1"),
@@ -131,8 +133,9 @@ class TopologyTest(parameterized.TestCase):
         for of_pair in (machine.bandwidth, machine.latency, machine.route):
             with self.assertRaisesRegex(ValueError, "source and .* 0 to 3; got 4 "):
                 of_pair(4, 1)
-        with self.assertRaisesRegex(TypeError, "devices must be a list of int; got None"):
-            machine.subset(None)  # type: ignore[arg-type]
+        for wrong in (None, np.array(0)):
+            told = re.escape(f"devices must be a list of int; got {wrong!r}")
+            self.assertRaisesRegex(TypeError, told, machine.subset, wrong)
         with self.assertRaisesRegex(TypeError, "routes must be a list of Route; got {'a': 1}"):
             Topology.from_routes("two", 2, {"a": 1})  # type: ignore[dict-item]
         with self.assertRaisesRegex(TypeError, "resources of the link 0→1 .* Resource; got 'abc'"):

@@ -111,6 +111,18 @@ def _chain() -> Any:
 
 
 class OtherPlansTest(tf.test.TestCase):
+    def test_an_op_that_reads_the_sum_of_another_device(self):
+        reduce = step_on(tfcdo.HierarchicalCopyAllReduce(), range(_DEVICES)).python_function
+
+        @tf.function
+        def step() -> Any:
+            sums = reduce()
+            with tf.device(tu.device_name(1)):
+                return sums, tf.math.cos(sums[2])
+
+        step()
+        self.assertCountEqual(edges_of(profiled(step).runs), edges_of_star(0, 0))
+
     def test_the_same_devices_in_another_order(self):
         step, other = (step_on(_chain(), order) for order in ((0, 1, 2), (2, 0, 1)))
         step()

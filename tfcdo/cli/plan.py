@@ -28,9 +28,7 @@ from tfcdo.topology.presets import PRESETS, preset
 from tfcdo.topology.topology import Topology
 
 _MACHINES = ", ".join((*PRESETS, "nvswitch:16 and the like", "here"))
-# More packs take longer to simulate than anyone waits; bytes are of all devices of one host.
-_MOST_PACKS, _MOST_BYTES = 4096, 800 * 10**9
-_MOST_HOSTS = 1024
+_MOST_BYTES, _MOST_HOSTS = 800 * 10**9, 1024  # Bytes are of all devices of one host.
 
 
 def _parse_machine(text: str) -> Topology | int:
@@ -88,7 +86,7 @@ def _read(name: str) -> str:
 )
 @options.option(
     "--num-packs",
-    options.number(1, _MOST_PACKS),
+    options.number(1, algorithms.MOST_PACKS),
     "Number of equal packs; TensorFlow's default is 1.",
 )
 @options.option(

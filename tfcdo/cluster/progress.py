@@ -5,6 +5,7 @@ The last ones are written to a file, the black box, for `tfcdo doctor --blackbox
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import os
 import pathlib
@@ -19,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from tfcdo import cache_folder
-from tfcdo.cluster import config, protocol, worker
+from tfcdo.cluster import config, protocol
 
 # Collectives of each kind whose times are kept, and uses of it if it has many packs.
 KEPT = 1000
@@ -146,13 +147,34 @@ def read_box(path: pathlib.Path) -> Box:
     return box
 
 
+# Python runs a handler only between two steps of the main thread, which may wait inside TensorFlow,
+# but writes the signal's number to one file of the process at once.
+_asked: int | None = None  # Where the numbers are read.
+
+
 def listen() -> None:
     """Lets SIGUSR1 ask for the black box, even while the main thread waits inside TensorFlow."""
+    global _asked
     if threading.current_thread() is not threading.main_thread():
         return
-    handler = signal.getsignal(signal.SIGUSR1)
-    if handler is signal.SIG_DFL:
-        worker.listen()
-        signal.signal(signal.SIGUSR1, worker.note_signal)
-    elif handler is not worker.note_signal:
+    if signal.getsignal(signal.SIGUSR1) is signal.SIG_DFL:
+        _asked, writer = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
+        other = signal.set_wakeup_fd(writer, warn_on_full_buffer=False)
+        if other != -1:
+            signal.set_wakeup_fd(other)
+
+        def note(number: int, frame: object) -> None:
+            if other != -1:  # Another library has the file.
+                with contextlib.suppress(BlockingIOError):
+                    os.write(writer, bytes([number]))
+
+        signal.signal(signal.SIGUSR1, note)
+    elif _asked is None:
         logging.info("tfcdo: SIGUSR1 has a handler already, so it does not write the black box")
+
+
+def is_asked() -> bool:
+    """Returns whether SIGUSR1 has arrived since this was last called."""
+    with contextlib.suppress(BlockingIOError):
+        return _asked is not None and signal.SIGUSR1 in os.read(_asked, 1 << 16)
+    return False

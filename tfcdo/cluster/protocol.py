@@ -108,8 +108,12 @@ def may_keep_asking(now: float, deadline: float, greeted: bool) -> bool:
 
 def digest(description: Description) -> str:
     """Returns a short name for a description: equal for equal ones, on every host."""
-    text = json.dumps(description, sort_keys=True)
-    return hashlib.sha256(text.encode()).hexdigest()[:16]
+    return hashlib.sha256(_text(description).encode()).hexdigest()[:16]
+
+
+def _text(value: Any) -> str:
+    """Returns what hosts compare: NaN equals NaN, a tuple equals a list, and 1 is not 1.0."""
+    return json.dumps(value, sort_keys=True)
 
 
 class Store(Protocol):
@@ -484,7 +488,7 @@ def differences(left: Description, left_name: str, right: Description, right_nam
     found = [
         _difference(key, left[key], left_name, right[key], right_name)
         for key in left
-        if key in right and left[key] != right[key]
+        if key in right and _text(left[key]) != _text(right[key])
     ]
     if not found:  # A name that only one of them has counts if they agree in all others.
         for key in sorted(left.keys() ^ right.keys()):
@@ -495,10 +499,10 @@ def differences(left: Description, left_name: str, right: Description, right_nam
 
 
 def _difference(key: str, left: Any, left_name: str, right: Any, right_name: str) -> str:
-    if isinstance(left, list) and isinstance(right, list):
+    if isinstance(left, (list, tuple)) and isinstance(right, (list, tuple)):
         if len(left) != len(right):
             return f"{key}: {len(left)} on {left_name}, {len(right)} on {right_name}"
-        index = next(i for i, pair in enumerate(zip(left, right)) if pair[0] != pair[1])
+        index = next(i for i, pair in enumerate(zip(left, right)) if len({*map(_text, pair)}) > 1)
         key, left, right = f"{key}, element {index} of {len(left)}", left[index], right[index]
     if isinstance(left, dict) and isinstance(right, dict):
         return f"{key}: {differences(left, left_name, right, right_name)}"

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import atexit
 import dataclasses
-import signal
 import threading
 import time
 from collections.abc import Callable, Iterable, Sequence
@@ -17,7 +16,7 @@ import msgspec
 import numpy as np
 from absl import logging
 
-from tfcdo.cluster import config, progress, protocol, worker
+from tfcdo.cluster import config, progress, protocol
 
 # Ends all collectives of this process: takes whether it was a matter of time, and why.
 Abort = Callable[[bool, str], None]
@@ -101,7 +100,7 @@ class Watch:
     def _run(self) -> None:
         try:
             while not self._end.wait(_INTERVAL):
-                if worker.take_signal(signal.SIGUSR1):
+                if progress.is_asked():
                     progress.write_box(self._cluster, self._kinds(), "SIGUSR1")
                 if self.look():
                     return

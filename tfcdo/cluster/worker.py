@@ -1,17 +1,10 @@
-"""What a worker learns from outside: variables of `tfcdo launch`, and signals.
-
-Threads hear signals even while the main thread waits inside TensorFlow. Python runs a handler only
-between two steps of the main thread, but writes the signal's number to one file at once. A process
-has one such file, so all that need the file share this one.
-"""
+"""What `tfcdo launch` tells a worker, by variables and a file, and a worker it."""
 
 from __future__ import annotations
 
 import contextlib
 import os
 import pathlib
-import signal
-import threading
 
 # How many devices this worker trains on: the default of MultiWorkerMirroredStrategy's argument
 # `devices_per_worker`.
@@ -56,40 +49,3 @@ def tell_that_another_has_failed() -> None:
     if path:
         with contextlib.suppress(OSError):  # The launcher is gone.
             pathlib.Path(path).touch()
-
-
-_lock = threading.Lock()
-_pipe: tuple[int, int] | None = None
-_hears_at_once = False
-_arrived: set[int] = set()
-
-
-def listen() -> None:
-    """Begins to hear signals that have a handler."""
-    # Call it in the main thread; later calls change nothing.
-    global _pipe, _hears_at_once
-    if _pipe is None:
-        _pipe = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
-        other = signal.set_wakeup_fd(_pipe[1], warn_on_full_buffer=False)
-        _hears_at_once = other == -1
-        if not _hears_at_once:
-            signal.set_wakeup_fd(other)  # Another library has the file.
-
-
-def note_signal(number: int, frame: object) -> None:
-    """Handles a signal, also for a process in which another library has the file."""
-    if _pipe is not None and not _hears_at_once:
-        with contextlib.suppress(BlockingIOError):
-            os.write(_pipe[1], bytes([number]))
-
-
-def take_signal(number: int) -> bool:
-    """Returns whether a signal has arrived since this was last asked."""
-    if _pipe is None:
-        return False
-    with _lock:
-        with contextlib.suppress(BlockingIOError):
-            _arrived.update(os.read(_pipe[0], 1 << 16))
-        arrived = number in _arrived
-        _arrived.discard(number)
-        return arrived

@@ -360,8 +360,13 @@ def script_line(report: Report) -> str:
     usable = _usable_devices(report)
     by_default = 0 if on_cpu else sum("GPU" in name for name in report.machine.logical)
     if report.tf_config.hosts:
-        each = f", devices_per_worker={len(names)}" if len(names) != by_default else ""
-        return f"import tfcdo; strategy = tfcdo.MultiWorkerMirroredStrategy({ops}{each})"
+        each = f", devices_per_worker={len(usable)}" if len(usable) != by_default else ""
+        seen = ""
+        if len(usable) < len(names):  # It takes the first that TensorFlow sees.
+            numbers = ", ".join(name.rpartition(":")[2] for name in usable)
+            seen = "import tensorflow as tf; gpus = tf.config.list_physical_devices('GPU'); "
+            seen += f"tf.config.set_visible_devices([gpus[i] for i in ({numbers},)], 'GPU'); "
+        return f"{seen}import tfcdo; strategy = tfcdo.MultiWorkerMirroredStrategy({ops}{each})"
     devices = f"tfcdo.configure_virtual_cpus({len(names)}), " if on_cpu else ""
     if len(usable) < max(len(names), by_default):
         devices = f"{list(map(short_name, usable))}, "

@@ -54,7 +54,7 @@ class PowerSGD(Exchange):
     def _matrices(self, shapes: Sequence[Any]) -> dict[int, tuple[int, int]]:
         """Returns the numbers of rows and columns of the values that become products."""
         sizes = {i: (math.prod(shape[:-1]), shape[-1]) for i, shape in enumerate(shapes) if shape}
-        return {i: (n, m) for i, (n, m) in sizes.items() if 2 * self.rank * (n + m) <= n * m}
+        return {i: (n, m) for i, (n, m) in sizes.items() if 0 < 2 * self.rank * (n + m) <= n * m}
 
     def state(self, pack: PackSpec, hosts: int) -> dict[str, np.ndarray]:
         """Returns a factor and an error for each matrix, and the number of steps."""

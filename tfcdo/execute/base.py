@@ -211,10 +211,11 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         if devices is None and self._network is not None:
             devices = self._network.devices
         names = explain.device_names(devices)
-        if not isinstance(shapes, Iterable):
+        listed = checks.items_of(shapes)
+        if listed is None:
             raise TypeError(f"shapes must be a list with the shape of each value; got {shapes!r}")
         checks.check_bool("shard_optimizer_state", shard_optimizer_state)
-        known = [request.known_shape(f"shapes[{i}]", shape) for i, shape in enumerate(shapes)]
+        known = [request.known_shape(f"shapes[{i}]", shape) for i, shape in enumerate(listed)]
         sizes = [(shape.num_elements() or 0) * dtype.size for shape in known]
         sharded = shard_optimizer_state and len(names) > 1
         owners = deal_owners(sizes, len(names)) if sharded else ()

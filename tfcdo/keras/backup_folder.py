@@ -76,7 +76,8 @@ class BackupFolder:
     def positions(self) -> list[Position]:
         """Returns the positions of all complete backups, the newest first."""
         with contextlib.suppress(FileNotFoundError, NotADirectoryError):
-            found = (_NAME.fullmatch(path.name) for path in self.path.iterdir())
+            names = (path.name for path in self.path.iterdir() if not path.is_dir())
+            found = map(_NAME.fullmatch, names)
             return sorted(((int(m[1]), int(m[2])) for m in found if m), reverse=True)
         return []
 

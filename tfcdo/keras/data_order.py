@@ -77,7 +77,7 @@ def resumable_dataset(
       [[0, 3], [1, 2], [0, 3], [2, 1]]
     """
     checks.check_int("batch_size", batch_size, at_least=1)
-    checks.check_int("seed", seed, at_least=0, at_most=2**63 - 1)
+    checks.check_int("seed", seed, at_least=0, at_most=checks.LARGEST_INT)
     checks.check_bool("shuffle", shuffle)
     size, take = _random_access(data)
     with tf_internals.plain_variables("/cpu:0"):

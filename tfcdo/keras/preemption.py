@@ -50,7 +50,6 @@ class Preemption:
             signal.signal(signal.SIGTERM, _handle)
             self._previous_handler = signal.SIG_DFL
             if os.environ.get(worker.FAILURE_FILE):
-                worker.listen()
                 threading.Thread(
                     target=self._end_with_the_run, name="tfcdo signals", daemon=True
                 ).start()
@@ -93,9 +92,10 @@ class Preemption:
 
     def _end_with_the_run(self) -> None:
         """Ends this process when `tfcdo launch` ends a run that has failed."""
-        # The main thread may wait in a collective for a host that is gone, and so run no handler.
+        # The main thread may wait in a collective for a host that is gone, and run no handler of
+        # the SIGTERM, which follows at once.
         while not self._ended.wait(_POLL):
-            if worker.take_signal(signal.SIGTERM) and worker.another_has_failed():
+            if worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
     def _announce(self, joined: session.Session) -> None:

@@ -206,21 +206,21 @@ def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> No
     if _SHARED_SEED in arrays:  # The training has drawn without a seed.
         for component in _shared_seed():
             component.assign(arrays[_SHARED_SEED])
-    host, hosts = host_of(strategy)
-    prefix = f"r.{host}."
-    residuals = {
-        key.removeprefix(prefix): array for key, array in arrays.items() if key.startswith(prefix)
-    }
-    same = _is_alike(strategy, header)
-    if not same and any(key.startswith("r.") for key in arrays):
-        log.warn_once(
-            "error feedback starts at 0, because the backup was made with another number of "
-            f"devices: {header['replicas']} on {header['hosts']} hosts instead of "
-            f"{strategy.num_replicas_in_sync} on {hosts}"
-        )
     feedback = _feedback(strategy)
-    if feedback is not None:
-        feedback.restore(residuals if same else {})
+    if feedback is None:
+        return
+    host, hosts = host_of(strategy)
+    residuals = {key: array for key, array in arrays.items() if key.startswith("r.")}
+    if residuals and not _is_alike(strategy, header):
+        log.warn_once(
+            "the state of error_feedback and exchange starts again, because the backup was made "
+            f"with another number of devices: {header['replicas']} on "
+            f"{log.format_count(header['hosts'], 'host')} instead of "
+            f"{strategy.num_replicas_in_sync} on {log.format_count(hosts, 'host')}"
+        )
+        residuals = {}
+    own = f"r.{host}."
+    feedback.restore({k.removeprefix(own): v for k, v in residuals.items() if k.startswith(own)})
 
 
 def restore_metrics(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:

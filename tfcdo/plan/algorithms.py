@@ -50,6 +50,7 @@ CLASSICS: Mapping[str, Callable[[int, int], CopyTree]] = {
 ALGORITHMS: tuple[str, ...] = (*CLASSICS, "packed_trees", "auto")
 # With more packs than this, `auto` judges the algorithms by a part: the links are as busy with it.
 _MAX_JUDGED_PACKS = 64
+MOST_PACKS = 4096  # More take longer to plan and simulate than anyone waits.
 # For more devices than this `auto` does not simulate, which takes time with their cube.
 MAX_SIMULATED_DEVICES = 64
 # The rough cost of an op, besides its work, on a CPU: 64 KiB at 10 GB/s.
@@ -95,7 +96,7 @@ def make_plan(
 
     Raises:
       ValueError: if the algorithm is unknown or its trees have another number of devices,
-        `num_bytes` is negative or `num_packs` is below 1.
+        `num_bytes` is negative or `num_packs` not from 1 to 4096.
       TypeError: if `algorithm` is neither a name nor copy trees, `topology` not a topology, or
         `num_bytes` or `num_packs` not an int.
 
@@ -107,9 +108,9 @@ def make_plan(
       (8, 100, 3)
     """
     check_topology(topology)
-    checks.check_int("num_bytes", num_bytes, at_least=0)
+    checks.check_int("num_bytes", num_bytes, at_least=0, at_most=checks.LARGEST_INT)
     if num_packs is not None:
-        checks.check_int("num_packs", num_packs, at_least=1)
+        checks.check_int("num_packs", num_packs, at_least=1, at_most=MOST_PACKS)
     if isinstance(algorithm, str):
         if algorithm not in ALGORITHMS:
             raise ValueError(f"algorithm must be one of {', '.join(ALGORITHMS)}; got {algorithm!r}")

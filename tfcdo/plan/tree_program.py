@@ -322,7 +322,7 @@ def lower_bound_seconds(topology: Topology, num_bytes: int) -> float:
       '1.196 ms'
     """
     check_topology(topology)
-    checks.check_int("num_bytes", num_bytes, at_least=0)
+    checks.check_int("num_bytes", num_bytes, at_least=0, at_most=checks.LARGEST_INT)
     return max(_copies_bound(topology, num_bytes), additions_bound(topology, num_bytes))
 
 

@@ -279,7 +279,7 @@ def _time_nccl(clock: _Clock) -> tuple[tuple[int, float], ...]:
     return tuple(times)
 
 
-_Bytes = Annotated[int, msgspec.Meta(ge=1, le=2**63 - 1)]
+_Bytes = Annotated[int, msgspec.Meta(ge=1, le=checks.LARGEST_INT)]
 _Seconds = Annotated[float, msgspec.Meta(gt=0, le=sys.float_info.max)]
 
 

@@ -111,13 +111,16 @@ def _copies(
             sends[step, send.name["scope"]].append(send)
     for (_, scope), ones in sends.items():
         chosen = _plan_of(scope, ones, planned)
-        devices = chosen.devices if chosen else ()
+        devices, trees = (chosen.devices, _trees(chosen)) if chosen else ((), [])
         for send in ones:
             sent_from, sent_to = send.event.from_device, send.event.to_device
             if sent_from in devices and sent_to in devices:
                 source, target = devices.index(sent_from), devices.index(sent_to)
                 start, end = _interval(send.event, receives)
                 pack = int(send.name["pack"])
+                parents = trees[pack] if pack < len(trees) and send.kind == BROADCAST else ()
+                if parents and parents[target] != source:
+                    continue  # A user's own op reads the sum of another device.
                 yield EdgeRun(scope, pack, send.kind, (source,), target, start, end, chosen)
 
 
@@ -153,8 +156,7 @@ def _plan_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> 
     """Returns the plan that agrees with most names of ops; the newest of several."""
 
     def agreeing(one: Planned) -> int:
-        trees = [pack.tree.parents if pack.tree else () for pack in one.plan.packs]
-        count = 0
+        trees, count = _trees(one), 0
         for send in sends:
             pack, target = int(send.name["pack"]), int(send.name["target"])
             count += one.devices[target : target + 1] == (send.numbered,)
@@ -165,6 +167,10 @@ def _plan_of(scope: str, sends: Sequence[_Send], planned: Sequence[Planned]) -> 
 
     known = (one for one in planned if one.scope.rpartition("/")[2] == scope)
     return max(known, key=agreeing, default=None)
+
+
+def _trees(planned: Planned) -> list[tuple[int | None, ...]]:
+    return [pack.tree.parents if pack.tree else () for pack in planned.plan.packs]
 
 
 def _receives_by_name(events: Sequence[Event]) -> dict[str, list[Event]]:
