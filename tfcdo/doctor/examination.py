@@ -362,7 +362,7 @@ def script_line(report: Report) -> str:
     if report.tf_config.hosts:
         each = f", devices_per_worker={len(usable)}" if len(usable) != by_default else ""
         seen = ""
-        if len(usable) < len(names):  # It takes the first that TensorFlow sees.
+        if len(usable) < len(names) and not on_cpu:  # It takes the first that TensorFlow sees.
             numbers = ", ".join(name.rpartition(":")[2] for name in usable)
             seen = "import tensorflow as tf; gpus = tf.config.list_physical_devices('GPU'); "
             seen += f"tf.config.set_visible_devices([gpus[i] for i in ({numbers},)], 'GPU'); "
