@@ -175,12 +175,13 @@ def _told_to_hosts(
     function: Any = keras.ops.sin,
     loss: Any = "mse",
     rate: Any = 0.1,
+    growth: int = 2000,
 ) -> Any:
     """Makes a model, and returns what hosts tell each other of it."""
     inner = keras.Sequential([keras.layers.Dense(units, kernel_regularizer=l2)])
     lookup = keras.layers.StringLookup(vocabulary=list(words))
     model = keras.Sequential([keras.layers.Lambda(function), inner, lookup])
-    model.compile(ko.Adam(rate), loss)
+    model.compile(ko.LossScaleOptimizer(ko.Adam(rate), dynamic_growth_steps=growth), loss)
     return json.loads(json.dumps(alike.of_model(model)))
 
 
@@ -199,6 +200,7 @@ class AlikeTest(parameterized.TestCase):
         ({"loss": keras.losses.Huber(2.0)}, "^loss, element 0 of 1: mse on x, .*'delta': 2.0.* y$"),
         ({"rate": ko.schedules.CosineDecay(1.0, 9)}, "learning_rate: nothing on x, .*'decay_steps"),
         ({"rate": 0.2}, "^$"),  # The chief's.
+        ({"growth": 9}, "^dynamic_growth_steps: 2000 on x, 9 on y$"),
     )
     def test_what_differs_is_named(self, change, told):
         left, right = _told_to_hosts(), _told_to_hosts(**change)

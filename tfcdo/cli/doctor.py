@@ -25,7 +25,7 @@ _STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 @options.option(
     "-g --devices num_devices",
     options.number(2, options.MOST_DEVICES),
-    "Number of devices; default: all GPUs, or 4 virtual CPU devices.",
+    "Number of devices; default: all GPUs if several, else 4 CPUs.",
 )
 @options.option(
     "--blackbox", bool, "Comparison of hosts' black boxes: which host stopped where.", is_flag=True

@@ -67,6 +67,8 @@ def of_model(model: Any) -> dict[str, Any]:
     return {
         **{name: [*map(keras_internals.settings_of, ones)] for name, ones in parts_of.items()},
         **{name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")},
+        # Of a `LossScaleOptimizer`, which is not among its leaves; its first scale is the chief's.
+        "dynamic_growth_steps": str(getattr(optimizer, "dynamic_growth_steps", None)),
         "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
     }
 
