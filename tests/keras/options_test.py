@@ -189,10 +189,7 @@ class AlikeTest(parameterized.TestCase):
     @parameterized.parameters(
         ({"units": 3}, "^layers, element 2 of 4: units: 2 on x, 3 on y$"),
         ({"l2": "l2"}, "^layers, element 2 of 4: kernel_regularizer: nothing on x, .*'L2'.* on y$"),
-        (
-            {"words": ("a", "b")},
-            r"vocabulary: 100 values on x, \['a', 'b'\] on y; vocabulary_size: 101 on",
-        ),
+        ({"words": ("a",)}, r"vocabulary: 100 values on x, \['a'\] on y; vocabulary_size: 101 on"),
         (
             {"function": lambda x: x},
             "element 0 of 4: function: class: function on x, __lambda__ on y$",
