@@ -30,7 +30,7 @@ _OF_STEPS = (
     *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
-_OF_COMPILE = ("loss", "loss_weights", "metrics", "weighted_metrics")
+_OF_COMPILE = ("loss_weights", "metrics", "weighted_metrics", "loss")
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 # Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
