@@ -309,9 +309,8 @@ def set_distribution(distribution: Any) -> None:
             f"backend, which has no model parallelism; got {distribution!r}: to divide the "
             "optimizer's state, use tfcdo.MirroredStrategy(shard_optimizer_state=True)"
         )
-    cluster = config.from_tf_config()
     strategy = None
-    if cluster is not None and len(cluster.tasks) > 1 and distribution is not None:
+    if distribution is not None and config.num_training_hosts() > 1:
         if is_object:
             raise ValueError(
                 "distribution must be the class keras.distribution.DataParallel on several hosts, "

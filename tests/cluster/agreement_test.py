@@ -204,19 +204,21 @@ class AgreementTest(parameterized.TestCase):
 
     @parameterized.parameters(
         (None, "the reason", []),
+        (None, "the reason", [], True),
         (_Unavailable(), None, []),
         (_Unavailable(), "the reason", ["tfcdo: the reason"]),
         (protocol.DisagreementError("the reason"), "the reason", []),
         (protocol.DisagreementError("its own"), "its own", []),
     )
-    def test_a_host_that_ends_because_of_another(self, error, reason, said):
+    def test_a_host_that_ends_because_of_another(self, error, reason, said, is_busy=False):
         store = Store()
         own = make_session(store, 0, 10.0)
         if reason:
             (own if reason == "its own" else make_session(store, 1, 10.0)).fail(reason)
+        answers = {"return_value": None} if is_busy else {"wraps": store.get}  # In 10 ms.
         with (
             mock.patch.object(worker, "tell_that_another_has_failed") as tell,
-            mock.patch.object(store, "get", wraps=store.get) as get,
+            mock.patch.object(store, "get", **answers) as get,
             mock.patch.object(logging, "error") as log,
         ):
             own.leave(error)

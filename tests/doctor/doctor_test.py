@@ -135,7 +135,7 @@ class DoctorTest(parameterized.TestCase):
         (
             lambda: mock.patch.dict(sys.modules, {"tfcdo.tf_internals": None}),
             f"TensorFlow {tf.__version__} lacks something that tfcdo needs: .*",
-            "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
+            "install a TensorFlow that docs/versions.md lists, or a newer tfcdo",
         ),
     )
     def test_a_tensorflow_that_cannot_be_used(self, patch: Any, text: str, remedy: str):

@@ -1,12 +1,10 @@
 import compileall
 import runpy
-import sys
 import tempfile
 import types
 import zipfile
 from pathlib import Path
 from typing import Any
-from unittest import mock
 
 import warm_python
 from absl.testing import absltest
@@ -15,9 +13,9 @@ from absl.testing import absltest
 _PIP_PACKAGE = Path(__file__).absolute().parents[2] / "pip_package"
 
 # The warm process has imported the tfcdo that is being worked on, which is in this folder, too.
-_WITHOUT_TFCDO = """
+_FROM_ZIP = """
 import sys
-sys.path.remove("")
+sys.path[0] = zipped
 for name in [name for name in sys.modules if name.split(".")[0] == "tfcdo"]:
     del sys.modules[name]
 """
@@ -55,16 +53,14 @@ class WheelTest(absltest.TestCase):
             for path in package.rglob("tfcdo/**/*.*"):
                 if path.suffix != ".py":
                     archive.write(path, path.relative_to(package))
-        script = _WITHOUT_TFCDO + _load("check_wheel").SCRIPT + "print(tfcdo.__file__)"
-        with mock.patch.object(sys, "path", [str(zipped)]):
-            done = warm_python.run("-c", script)
+        script = f"zipped = {str(zipped)!r}{_FROM_ZIP}{_load('check_wheel').SCRIPT}"
+        done = warm_python.run("-c", script + "print(tfcdo.__file__)")
         self.assertEqual(done.returncode, 0, done.stderr)
         init = str(zipped / "tfcdo" / "__init__.pyc")
         self.assertEqual(done.stdout.splitlines(), ["6.0 6.0 6.0", init])
 
     def test_a_broken_wheel_is_told_from_a_good_one(self):
-        (self.folder / "broken").mkdir()
-        broken = self.folder / "broken" / self.wheel.name
+        broken = self.folder / self.wheel.name
         version = b'__version__ = "another"\n'
         with zipfile.ZipFile(self.wheel) as source, zipfile.ZipFile(broken, "w") as target:
             for name in source.namelist():

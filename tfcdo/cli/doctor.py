@@ -25,11 +25,9 @@ _STYLES = {OK: "green", NOTE: "yellow", WRONG: "bold red"}
 @options.option(
     "-g --devices num_devices",
     options.number(2, options.MOST_DEVICES),
-    "Number of devices; default: all GPUs, or 4 virtual CPU devices.",
+    "Number of devices; default: all GPUs if several, else 4 CPUs.",
 )
-@options.option(
-    "--blackbox", bool, "Comparison of hosts' black boxes: which host stopped where.", is_flag=True
-)
+@options.option("--blackbox", bool, "Comparison of FILES, the hosts' black boxes.", is_flag=True)
 @click.argument("files", nargs=-1, type=click.Path(path_type=pathlib.Path))
 def doctor(num_devices: int | None, blackbox: bool, files: tuple[pathlib.Path, ...]) -> int:
     """Check this machine, and print a line for your script.

@@ -72,7 +72,7 @@ def _read(name: str) -> str:
 @options.option(
     "-t --topology wanted",
     options.parsed("topology", _parse_machine),
-    "Preset such as dgx1 or nvswitch:16, here, or a file.",
+    "Preset such as nvswitch:16, here, a file, or - for standard input.",
     metavar="NAME|FILE|-",
 )
 @options.option(

@@ -212,10 +212,11 @@ class Session:
             known = self.failure()
             if known is not None and error is not None and known not in str(error):
                 logging.error("tfcdo: %s", known)
-            follows |= known not in (None, self._told)
+            if known is None and not follows:
+                self.fail(reason)
+            follows |= self._told is None  # Another was first, also if a busy chief says so late.
             if known is not None or follows:
                 return
-            self.fail(reason)
             for host in self.cluster.others if self.cluster.is_chief else ():
                 while self.store.get(f"left/{host}", _POLL) is None:
                     if time.monotonic() > deadline:

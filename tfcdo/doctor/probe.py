@@ -179,7 +179,7 @@ def _problem_of_tensorflow(version: str) -> tuple[str, str]:
         reason = worker_pool.first_line(error)
         return (
             f"TensorFlow {version} lacks something that tfcdo needs: {reason}",
-            "install a TensorFlow that tfcdo's README lists, or a newer tfcdo",
+            "install a TensorFlow that docs/versions.md lists, or a newer tfcdo",
         )
     return "", ""
 

@@ -30,7 +30,7 @@ _OF_STEPS = (
     *("batch_size", "epochs", "initial_epoch", "steps", "steps_per_epoch"),
     *("validation_batch_size", "validation_freq", "validation_split", "validation_steps"),
 )
-_OF_COMPILE = ("loss_weights", "metrics", "weighted_metrics")
+_OF_COMPILE = ("loss_weights", "metrics", "weighted_metrics", "loss")
 # An incorrect setup shows in the first update; the next two show an optimizer that drifts.
 _FIRST_CALLS = 3
 # Parts of a variable's size by which replicas may differ: 64 roundings in 32 bits, as unlike
@@ -56,17 +56,18 @@ def of_call(arguments: dict[str, Any]) -> dict[str, Any]:
 def of_model(model: Any) -> dict[str, Any]:
     """Returns what a model, and its `compile`, must have alike on all hosts."""
     # A model that only predicts may not be compiled.
-    optimizer, loss = (getattr(model, name, None) for name in ("optimizer", "loss"))
+    optimizer = getattr(model, "optimizer", None)
     compiled = keras_internals.compiled_with(model)
     parts_of = {
         "optimizer": keras_internals.leaves(optimizer),
         **{name: tf.nest.flatten(compiled.get(name)) for name in _OF_COMPILE},
-        "loss": tf.nest.flatten(loss),
         "layers": keras_internals.layers_of(model),
     }
     return {
         **{name: [*map(keras_internals.settings_of, ones)] for name, ones in parts_of.items()},
         **{name: str(getattr(model, name)) for name in ("steps_per_execution", "run_eagerly")},
+        # Of a `LossScaleOptimizer`, which is not among its leaves; its first scale is the chief's.
+        "dynamic_growth_steps": str(getattr(optimizer, "dynamic_growth_steps", None)),
         "trainable_weights": [str(weight.shape) for weight in model.trainable_weights],
     }
 
