@@ -451,6 +451,7 @@ class BadInputTest(BackupTestCase):
         for units, optimizer, message in (
             (5, "sgd", r"another optimizer: it was made with Adam, .* is compiled with SGD; give"),
             (6, _optimizer(), r"another model: its variable 0 is \S*dense/kernel \[4, 5\] float32"),
+            (5, "adam", r"setting of the optimizer \(optimizer: .*use_ema: True on the backup, F"),
         ):
             layers = [keras.Input([4]), keras.layers.Dense(units, "tanh"), keras.layers.Dense(1)]
             model = model_of(functools.partial(list, layers), optimizer)

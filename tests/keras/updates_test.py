@@ -93,13 +93,15 @@ class UpdatesTest(kt.TrainingTestCase):
     @parameterized.parameters("apply", "apply_gradients")
     def test_an_optimizer_of_the_user(self, name):
         class SignedMomentum(ko.Optimizer):
+            seed: int | None = 1  # On all alike.
+
             def build(self, variables: Any) -> None:
                 super().build(variables)
                 self.momenta = [self.add_variable_from_reference(v, "m", "ones") for v in variables]
 
             def update_step(self, gradient: Any, variable: Any, learning_rate: Any) -> None:
                 momentum = self.momenta[self._get_variable_index(variable)]
-                noise = 0.1 * keras.random.normal(variable.shape, seed=1)  # On all alike.
+                noise = 0.1 * keras.random.normal(variable.shape, seed=self.seed)
                 self.assign(momentum, 0.5 * momentum + gradient + noise)
                 self.assign_sub(variable, learning_rate * keras.ops.tanh(momentum))
 
@@ -121,6 +123,11 @@ class UpdatesTest(kt.TrainingTestCase):
         self.assert_same_training(*(train(count, accumulating) for count in (1, 2)))
         with self.assertRaisesRegex(ValueError, refused):
             train(2, accumulating, shard_optimizer_state=True)
+        SignedMomentum.seed = None
+        self.assert_same_training(train(1, make), train(2, make))
+        if name == "apply":
+            with self.assertRaisesRegex(ValueError, "_state must be False .* draws random number"):
+                train(2, make, shard_optimizer_state=True)
 
     def test_arguments_of_an_optimizer_of_the_user(self):
         class Halved(ko.SGD):

@@ -14,7 +14,7 @@ import numpy as np
 import tensorflow as tf
 
 from tfcdo import keras_internals, log, tf_internals
-from tfcdo.cluster import session
+from tfcdo.cluster import protocol, session
 from tfcdo.keras import backup_folder
 from tfcdo.training import diloco, step
 
@@ -73,6 +73,7 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         "hosts": hosts,
         "replicas": strategy.num_replicas_in_sync,
         "optimizer": _optimizer_names(model),
+        "settings": keras_internals.settings_of(model.optimizer),
         "built": built,
         "variables": [[*slot.signature, slot.combine] for slot in slots],
         "metrics": [[*slot.signature, slot.combine] for slot in metrics],
@@ -183,20 +184,23 @@ def check_same_model(model: keras.Model, header: Mapping[str, Any], source: str)
         )
     saved = [tuple(map(str, variable[:3])) for variable in header["variables"]]
     present = [tuple(map(str, slot.signature)) for slot in _slots(model, header["built"])]
+    differing = f"it has {len(saved)} variables, and the model with its optimizer {len(present)}"
     for index, (one, other) in enumerate(zip(saved, present, strict=False)):
         # The path of an optimizer's variable has the scopes in which it was built: a first step's,
         # or none here. Its name has the path of the model's variable.
         name = one[0] if "/" in other[0] else one[0].rpartition("/")[2]
         if (name, *one[1:]) != other:
-            raise ValueError(
-                f"the backup {source} is of another model: its variable {index} is "
-                f"{' '.join(one)}, and the model's is {' '.join(other)}; {remedy}"
-            )
-    if len(saved) != len(present):
-        raise ValueError(
-            f"the backup {source} is of another model: it has {len(saved)} variables, and the "
-            f"model with its optimizer {len(present)}; {remedy}"
-        )
+            differing = f"its variable {index} is {' '.join(one)}, in the model {' '.join(other)}"
+            break
+    else:
+        if len(saved) == len(present):
+            return
+    settings = keras_internals.settings_of(model.optimizer)
+    noted = header.get("settings", settings)  # Not by an earlier tfcdo.
+    both = {"optimizer": noted}, "the backup", {"optimizer": settings}, "the model"
+    details = protocol.differences(*both)
+    kind = f"another model, or setting of the optimizer ({details})" if details else "another model"
+    raise ValueError(f"the backup {source} is of {kind}: {differing}; {remedy}")
 
 
 def restore(model: keras.Model, header: Mapping[str, Any], arrays: Arrays) -> None:

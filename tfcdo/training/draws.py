@@ -29,6 +29,11 @@ def seed(own: Function, seed: Any) -> Any:
     is_ours = seed is None or isinstance(seed, keras.random.SeedGenerator)
     if here is None or not is_ours:
         return own(seed)
+    if here.written is not None:
+        raise ValueError(
+            "shard_optimizer_state must be False for an optimizer whose update draws random "
+            "numbers, which a device would draw for its share of the variables only; got True"
+        )
     strategy = tf.distribute.get_strategy()
     with tf.init_scope():
         generator = keras_internals.seed_generator(seed, here.keras_state)

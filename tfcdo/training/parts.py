@@ -58,7 +58,10 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
 def _is_cut_between_hosts(dataset: tf.data.Dataset) -> bool:
     policy = dataset.options().experimental_distribute.auto_shard_policy
     if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
-        return not any(map(_reads_files, made_from(dataset)))
+        parts = [*made_from(dataset)]
+        kinds = [node.op for part in parts for node in tf_internals.nodes_of(part)]
+        kinds += [type(part).__name__ for part in parts]
+        return not any(reader in kind for kind in kinds for reader in _READERS)
     return bool(policy == _POLICY.DATA)
 
 
@@ -233,11 +236,6 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
         "the data is made, give shuffle(), or whatever shuffles, the same seed on all hosts, or "
         "use tfcdo.keras.resumable_dataset"
     )
-
-
-def _reads_files(dataset: tf.data.Dataset) -> bool:
-    kinds = [type(dataset).__name__, *(node.op for node in tf_internals.nodes_of(dataset))]
-    return any(reader in kind for kind in kinds for reader in _READERS)
 
 
 def of_py_dataset(own: Callable[[Any], Any], adapter: Any) -> Any:

@@ -53,9 +53,7 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
     def _note_write(self) -> Any:
         """Notes a write; returns whether this replica has examples, None if it writes anyway."""
         here = step.current_several()
-        if here is None or here.reports or not here.some_can_be_empty:
-            return None
-        if self.is_shared:
+        if here is None or self.is_shared or here.reports or not here.some_can_be_empty:
             return None
         here.writes[id(self)] = self
         # It takes a mean when the step ends. Until then it has what it writes, which may depend on
