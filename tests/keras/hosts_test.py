@@ -1,5 +1,7 @@
 """Keras trainings on two hosts of two devices each, compared with one device."""
 
+import random
+import tempfile
 from typing import Any
 
 import clusters
@@ -95,6 +97,7 @@ def callbacks(strategy: Any) -> dict[str, np.ndarray]:
 
 def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     """Sets a bit of each example for each step that sees it, but for six with unlike orders."""
+    drawn = np.array([random.random(), np.random.rand(), *np.random.permutation(3)])
     ids = np.arange(60)[:, None]  # The batches divide by two hosts.
     with _other(strategy, devices_per_worker=1).scope():
         table = keras.layers.Embedding(len(ids), 1, embeddings_initializer="zeros")
@@ -114,7 +117,7 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     written = ["model.weights.h5", "other.h5"][strategy.cluster_resolver.task_id]
     with h5py.File(written, "w"):  # As if another host was writing it.
         model.save_weights("model.weights.h5")
-    return {"seen": model.get_weights()[0]}
+    return {"seen": model.get_weights()[0], "drawn": drawn}
 
 
 def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
@@ -179,10 +182,27 @@ class _Unused(keras.layers.Layer):
 
 
 def unused_rows(strategy: Any) -> dict[str, np.ndarray]:
-    """Predicts with a layer that gathers rows which nothing uses."""
+    """Predicts with a layer that gathers rows which nothing uses; and rows of files, in order."""
     with scope(strategy):
         model = keras.Sequential([keras.layers.Input((4,)), _Unused()])
-    return {"predicted": model.predict(dense_data(11)[0], 4, verbose=0)}
+    with tempfile.TemporaryDirectory() as folder:
+        names = [f"{folder}/{at}" for at in range(3)]
+        for at, name in enumerate(names):
+            np.savetxt(name, np.arange(16.0).reshape(4, 4) + 16 * at)
+        lines = tf.data.TextLineDataset(names).map(_numbers)
+        of_files = model.predict(lines.batch(5), verbose=0)
+        kept = lines.cache("rows" if strategy else f"{folder}/rows")  # One path for both hosts.
+        seen = [*strategy.experimental_distribute_dataset(kept.batch(4))] if strategy else [0] * 3
+        sizes = np.array([len(seen), len([*kept])])
+    return {
+        "predicted": model.predict(dense_data(11)[0], 4, verbose=0),
+        "of_files": of_files,
+        "sizes": sizes,
+    }
+
+
+def _numbers(line: Any) -> Any:
+    return tf.ensure_shape(tf.strings.to_number(tf.strings.split(line)), [4])
 
 
 def caught_error(strategy: Any) -> dict[str, np.ndarray]:
@@ -260,6 +280,7 @@ class HostsTest(tf.test.TestCase):
             with self.subTest(name):
                 self.check_training(name, results[name], tolerance)
         with self.subTest("an epoch has each example once, in an order of its own; hosts warn"):
+            self.assertAllEqual(*(own["drawn"] for own in results["shuffled"]))
             for own, outcome in zip(results["shuffled"], outcomes, strict=True):
                 epochs = np.int32(own["seen"]) >> np.arange(0, 12, 3) & 7  # Of three steps each.
                 self.assertContainsSubset(np.unique(epochs), [1, 2, 4])

@@ -55,6 +55,7 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
     yield tf.data.Dataset, "shuffle", alike.shuffled
+    yield tf.data.Dataset, "cache", alike.cached
     yield keras_internals.ArrayDataAdapter, "get_tf_dataset", alike.of_arrays
     yield tf.random, "shuffle", alike.permuted
     yield keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset
@@ -272,7 +273,8 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
             "the folder, in which another may be writing; use tfcdo.keras.BackupAndRestore"
         )
     described = alike.of_call(call.arguments) | alike.of_model(model)
-    with joined.calling({"what": own.__name__, **described}), step.during(session=joined):
+    called = step.during(session=joined, keeps_order=own.__name__ == "predict")
+    with joined.calling({"what": own.__name__, **described}), called:
         yield
 
 

@@ -18,7 +18,7 @@ from tfcdo.training import step
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 SEEDS = "_tfcdo_seeds"  # The attribute of a dataset whose order nothing else shows.
-_READERS = ("RecordDataset", "TextLineDataset")
+_READERS, _CACHES = ("RecordDataset", "TextLineDataset"), ("CacheDataset",)
 
 
 def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -57,9 +57,14 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
 
 def _is_cut_between_hosts(dataset: tf.data.Dataset) -> bool:
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
-        return not any(map(_reads_files, made_from(dataset)))
-    return bool(policy == _POLICY.DATA)
+    if policy != _POLICY.AUTO:
+        return bool(policy == _POLICY.DATA)
+    # TensorFlow deals files to hosts, if there are any. But `predict` returns rows in the order of
+    # the data, if it has one; and a cache would give all who use it a host's files only.
+    made = [*made_from(dataset)]
+    is_in_order = (0, 0) not in (seed for one in made for seed in seeds(one))
+    keeps_order = step.now.keeps_order and is_in_order
+    return keeps_order or _has(made, _CACHES) or not _has(made, _READERS)
 
 
 def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.data.Dataset:
@@ -235,9 +240,11 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
     )
 
 
-def _reads_files(dataset: tf.data.Dataset) -> bool:
-    kinds = [type(dataset).__name__, *(node.op for node in tf_internals.nodes_of(dataset))]
-    return any(reader in kind for kind in kinds for reader in _READERS)
+def _has(datasets: Sequence[tf.data.Dataset], kinds: Sequence[str]) -> bool:
+    """Returns whether some datasets, or those that their functions make, are of some kinds."""
+    ops = (node.op for one in datasets for node in tf_internals.nodes_of(one))
+    found = [*(type(one).__name__ for one in datasets), *ops]
+    return any(kind in one for one in found for kind in kinds)
 
 
 def of_py_dataset(own: Callable[[Any], Any], adapter: Any) -> Any:
