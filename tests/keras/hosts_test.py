@@ -1,5 +1,6 @@
 """Keras trainings on two hosts of two devices each, compared with one device."""
 
+import pathlib
 import random
 import tempfile
 from typing import Any
@@ -110,7 +111,11 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     kerass = keras.callbacks.BackupAndRestore(f"of_host{strategy.cluster_resolver.task_id}")
     model.fit(data.with_options(options).batch(20), verbose=0, callbacks=[kerass])
     model.set_weights([np.zeros([len(ids), 1])])
-    model.fit(ids, ids, 20, 2, verbose=0)
+
+    def stop(epoch: int, _: Any) -> None:
+        model.stop_training = epoch == 1 == strategy.cluster_resolver.task_id
+
+    model.fit(ids, ids, 20, 9, 0, [keras.callbacks.LambdaCallback(on_epoch_end=stop)])
     model.fit(data.shuffle(60).batch(20), verbose=0)
     keras.utils.set_random_seed(7)
     model.fit(ids, ids, 20, verbose=0)
@@ -191,13 +196,15 @@ def unused_rows(strategy: Any) -> dict[str, np.ndarray]:
             np.savetxt(name, np.arange(16.0).reshape(4, 4) + 16 * at)
         lines = tf.data.TextLineDataset(names).map(_numbers)
         of_files = model.predict(lines.batch(5), verbose=0)
-        kept = lines.cache("rows" if strategy else f"{folder}/rows")  # One path for both hosts.
+        path = "rows" if strategy else f"{folder}/rows"  # One for both hosts.
+        kept = lines.cache(path)
         seen = [*strategy.experimental_distribute_dataset(kept.batch(4))] if strategy else [0] * 3
-        sizes = np.array([len(seen), len([*kept])])
+        sizes = len(seen), len([*kept])
+        written = pathlib.Path(f"{path}{'' if tfcdo.is_chief() else '.host1'}.index").exists()
     return {
         "predicted": model.predict(dense_data(11)[0], 4, verbose=0),
         "of_files": of_files,
-        "sizes": sizes,
+        "sizes": np.array([*sizes, written]),
     }
 
 

@@ -40,8 +40,11 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
     # Elsewhere TensorFlow deals out files, or each host has data of its own.
     if session is not None and _is_cut_between_hosts(dataset):
         _check_alike(dataset, session)
-    python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
-    return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
+    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
+    # then takes the last part to be alone in using the memory, so that an op may write into an
+    # array that Python still has.
+    is_of_python = _has([*made_from(dataset)], ("PyFunc",))
+    return dataset.map(_of_elements(dataset, _copies)) if is_of_python else dataset
 
 
 def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) -> bool:
@@ -170,13 +173,6 @@ def _sizes(spec: Any) -> list[int | None]:
 def _divide(sizes: Sequence[int | None], replicas: int) -> bool:
     """Returns whether the numbers of rows are known and divide by the number of replicas."""
     return all(rows is not None and rows % replicas == 0 for rows in sizes)
-
-
-def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset of copies: replicas might write into an array that Python still has."""
-    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
-    # then takes the last part to be alone in using the memory, so that an op may write into it.
-    return dataset.map(_of_elements(dataset, _copies))
 
 
 def _of_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> Any:
