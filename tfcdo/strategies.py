@@ -28,7 +28,7 @@ from tfcdo.plan.decide import BetweenHosts
 from tfcdo.plan.plan import ValueSpec
 from tfcdo.topology.detection import detect, num_cores
 from tfcdo.topology.topology import Topology
-from tfcdo.training import diloco, models, step
+from tfcdo.training import alike, diloco, models, step
 from tfcdo.training.extended import ReducesStructures, ReplicaExtended
 
 models.install()
@@ -422,6 +422,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         _MultiWorkerExtended._has_server |= cluster is not None
         ops = self._ops_alone = cross_device_ops or _default_ops(self.worker_devices)
         if cluster is not None and len(cluster.tasks) > 1:
+            is_first = joined is None
             joined = session.join(
                 cluster,
                 tf_internals.KeyValueStore,
@@ -429,6 +430,8 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
                 timeout,
                 membership,
             )
+            if is_first:
+                alike.draw_as_chief(joined)
             hint = options.implementation.value.lower()
             devices = self.worker_devices
             flat = exchange == SUM and _runs_flat(hint, cross_device_ops, devices)

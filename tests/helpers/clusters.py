@@ -9,6 +9,7 @@ import contextlib
 import importlib
 import os
 import pathlib
+import random
 import subprocess
 import sys
 import tempfile
@@ -72,6 +73,8 @@ def _run_host(file: str, devices: str, folder: str, *names: str) -> None:
     """Runs scenarios on this host with a number of devices, and saves the results in a folder."""
     scenarios = _module(file)  # Before the strategy: it may configure virtual devices.
     tf.get_logger().setLevel("ERROR")
+    random.seed()  # All hosts are forks of one process here.
+    np.random.seed()
     # The machine may be so busy that a host that is well says nothing for ten seconds.
     mock.patch.object(strategies, "_HEARTBEAT_SECONDS", 100.0).start()
     options = tf.distribute.experimental.CommunicationOptions(timeout_seconds=200.0)

@@ -1,5 +1,7 @@
 """Keras trainings on two hosts of two devices each, compared with one device."""
 
+import pathlib
+import random
 from typing import Any
 
 import clusters
@@ -95,6 +97,7 @@ def callbacks(strategy: Any) -> dict[str, np.ndarray]:
 
 def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     """Sets a bit of each example for each step that sees it, but for six with unlike orders."""
+    drawn = np.array([random.random(), np.random.rand(), *np.random.permutation(3)])
     ids = np.arange(60)[:, None]  # The batches divide by two hosts.
     with _other(strategy, devices_per_worker=1).scope():
         table = keras.layers.Embedding(len(ids), 1, embeddings_initializer="zeros")
@@ -107,14 +110,18 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     kerass = keras.callbacks.BackupAndRestore(f"of_host{strategy.cluster_resolver.task_id}")
     model.fit(data.with_options(options).batch(20), verbose=0, callbacks=[kerass])
     model.set_weights([np.zeros([len(ids), 1])])
-    model.fit(ids, ids, 20, 2, verbose=0)
+
+    def stop(epoch: int, _: Any) -> None:
+        model.stop_training = epoch == 1 == strategy.cluster_resolver.task_id
+
+    model.fit(ids, ids, 20, 9, 0, [keras.callbacks.LambdaCallback(on_epoch_end=stop)])
     model.fit(data.shuffle(60).batch(20), verbose=0)
     keras.utils.set_random_seed(7)
     model.fit(ids, ids, 20, verbose=0)
     written = ["model.weights.h5", "other.h5"][strategy.cluster_resolver.task_id]
     with h5py.File(written, "w"):  # As if another host was writing it.
         model.save_weights("model.weights.h5")
-    return {"seen": model.get_weights()[0]}
+    return {"seen": model.get_weights()[0], "drawn": drawn}
 
 
 def uneven_loop(strategy: Any) -> dict[str, np.ndarray]:
@@ -179,10 +186,21 @@ class _Unused(keras.layers.Layer):
 
 
 def unused_rows(strategy: Any) -> dict[str, np.ndarray]:
-    """Predicts with a layer that gathers rows which nothing uses."""
+    """Predicts with a layer that gathers rows which nothing uses; and rows of files, in order."""
     with scope(strategy):
         model = keras.Sequential([keras.layers.Input((4,)), _Unused()])
-    return {"predicted": model.predict(dense_data(11)[0], 4, verbose=0)}
+    files = tf.data.TextLineDataset([__file__, clusters.__file__]).map(
+        lambda line: tf.fill([4], tf.cast(tf.strings.length(line), tf.float32))
+    )
+    kept = files.cache("kept" if strategy else "")  # One path for both hosts.
+    if strategy:
+        assert len([*strategy.experimental_distribute_dataset(kept.batch(9))])
+        assert pathlib.Path(f"kept{'' if tfcdo.is_chief() else '.host1'}.index").exists()
+    return {
+        "predicted": model.predict(dense_data(11)[0], 4, verbose=0),
+        "of_files": model.predict(files.batch(9), verbose=0),
+        "size": np.array(len([*kept])),
+    }
 
 
 def caught_error(strategy: Any) -> dict[str, np.ndarray]:
@@ -260,6 +278,7 @@ class HostsTest(tf.test.TestCase):
             with self.subTest(name):
                 self.check_training(name, results[name], tolerance)
         with self.subTest("an epoch has each example once, in an order of its own; hosts warn"):
+            self.assertAllEqual(*(own["drawn"] for own in results["shuffled"]))
             for own, outcome in zip(results["shuffled"], outcomes, strict=True):
                 epochs = np.int32(own["seen"]) >> np.arange(0, 12, 3) & 7  # Of three steps each.
                 self.assertContainsSubset(np.unique(epochs), [1, 2, 4])

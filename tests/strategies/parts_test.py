@@ -161,7 +161,7 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("random_numbers", False, lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
         ("policy_off", False, lambda: _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)),
         ("files", False, lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
-        ("files_of_a_reader", False, lambda: _lines([__file__] * 2).shuffle(4)),
+        ("cached_files", True, lambda: _lines([__file__] * 2).cache().shuffle(4)),
     )
     def test_orders_that_may_differ(self, expected, make, seeds_differ=False, global_seed=None):
         def differing(_, text):
@@ -206,10 +206,8 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
             for expected, own in zip(*flat, strict=True):
                 if expected is not None:
                     self.assertAllEqual(expected, own)
-
-    def test_no_copies_of_tensors(self):
-        dataset = _Dataset.range(2).map(lambda number: number + 1)
-        self.assertIs(dataset, parts.prepared(dataset, None))
+        of_tensors = _Dataset.range(1, 3).map(make)
+        self.assertIs(of_tensors, parts.prepared(of_tensors, None))
 
 
 class OneBatchTest(tf.test.TestCase, parameterized.TestCase):

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import functools
+import json
+import random
 from collections.abc import Callable
 from typing import Any
 
@@ -86,6 +89,26 @@ def shuffled(
     return made
 
 
+def cached(own: Function, dataset: Any, filename: Any = "", name: Any = None) -> tf.data.Dataset:
+    """Stands for `Dataset.cache`: hosts with one path for a file each write one of their own."""
+    joined = session.current()
+    if isinstance(filename, str) and filename and joined and not joined.cluster.is_chief:
+        filename += f".host{joined.cluster.index}"
+    return own(dataset, filename, name)
+
+
+def draw_as_chief(joined: session.Session) -> None:
+    """Gives Python's and NumPy's generators the chief's states: without seeds, hosts draw alike."""
+
+    def states() -> str:
+        return json.dumps([random.getstate(), np.random.get_state()], default=np.ndarray.tolist)
+
+    text = joined.text_of_chief({"what": "state of random generators"}, states)
+    (version, words, gauss), of_numpy = json.loads(text)
+    random.setstate((version, tuple(words), gauss))
+    np.random.set_state(of_numpy)
+
+
 def of_arrays(own: Function, adapter: Any) -> tf.data.Dataset:
     """Stands for `get_tf_dataset` of arrays: without a seed, all hosts have the same order."""
     is_shuffled = keras_internals.is_shuffled(adapter)
@@ -161,14 +184,14 @@ class WeightComparison:
         if strategy.num_replicas_in_sync == 1:
             return None
         with strategy.scope():
-            digests = self._digests().numpy()
+            digests = self._digests()().numpy()
             replicas = np.arange(len(digests))
             of_host = replicas - replicas % len(strategy.extended.worker_devices)
             alone = np.arange(len(variables)) < self._num_of_host
             others = np.where(alone, of_host[:, None], 0)  # With which each is compared.
             differs = digests != np.take_along_axis(digests, others, 0)
             if differs.any():
-                parts, sizes = np.moveaxis(self._sketches().numpy(), 2, 0)
+                parts, sizes = np.moveaxis(self._sketches()().numpy(), 2, 0)
                 apart = parts - np.take_along_axis(parts, others, 0)
                 differs &= ~(np.abs(apart) <= self._may_differ * sizes)
             differing = np.flatnonzero(differs.any(0))
@@ -190,7 +213,7 @@ class WeightComparison:
         )
 
     def _of_all(self, function: Function) -> Any:
-        """Returns a function that gathers what `function` makes of variables on all replicas."""
+        """Makes a function that gathers what `function` makes of variables on all replicas."""
 
         def here() -> tf.Tensor:
             tensors = [*map(tf.convert_to_tensor, self._variables)]
@@ -199,7 +222,9 @@ class WeightComparison:
             return tf.stack(results)[None]
 
         strategy = self._strategy
-        return tf.function(lambda: strategy.gather(strategy.run(here), axis=0), autograph=False)
+        gathered = tf.function(lambda: strategy.gather(strategy.run(here), axis=0), autograph=False)
+        # TensorFlow warns of the traces of a function that is called, such as one for each model.
+        return functools.cache(gathered.get_concrete_function)
 
 
 class CheckedFunction:

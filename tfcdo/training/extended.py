@@ -335,14 +335,20 @@ class ReplicaExtended:
 
     def _num_steps(self, elements: int) -> int | None:
         """Returns the steps of hosts' own data; None if not known, or others on another host."""
-        own = [tf.constant(elements, tf.int64)] * len(self.worker_devices)
-        lengths = {int(one) for one in self._of_all_hosts(own)}
+        lengths = self.numbers_of_hosts(elements)
         if len(lengths) > 1 and tf.data.INFINITE_CARDINALITY in lengths:
             raise protocol.DisagreementError(
                 "the data must be endless on all hosts or on none; got the lengths "
                 f"{sorted(lengths)}, of which -1 is endless and -2 not known"
             )
-        return math.ceil(elements / len(own)) if len(lengths) == 1 and elements >= 0 else None
+        if len(lengths) > 1 or elements < 0:
+            return None
+        return math.ceil(elements / len(self.worker_devices))
+
+    def numbers_of_hosts(self, own: int) -> set[int]:
+        """Returns the numbers that hosts have; all meet for it."""
+        of_replicas = [tf.constant(own, tf.int64)] * len(self.worker_devices)
+        return {int(one) for one in self._of_all_hosts(of_replicas)}
 
     def _experimental_distribute_dataset(self, dataset: Any, options: Any) -> Any:
         distribute = super()._experimental_distribute_dataset  # type: ignore[misc]

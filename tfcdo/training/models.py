@@ -54,7 +54,9 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield trainer, "_make_function", keras_internals.mark_step
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
+    yield keras.callbacks.CallbackList, "on_epoch_end", _end_epoch
     yield tf.data.Dataset, "shuffle", alike.shuffled
+    yield tf.data.Dataset, "cache", alike.cached
     yield keras_internals.ArrayDataAdapter, "get_tf_dataset", alike.of_arrays
     yield tf.random, "shuffle", alike.permuted
     yield keras_internals.PyDatasetAdapter, "get_tf_dataset", parts.of_py_dataset
@@ -272,8 +274,18 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
             "the folder, in which another may be writing; use tfcdo.keras.BackupAndRestore"
         )
     described = alike.of_call(call.arguments) | alike.of_model(model)
-    with joined.calling({"what": own.__name__, **described}), step.during(session=joined):
+    called = step.during(session=joined, keeps_order=own.__name__ == "predict")
+    with joined.calling({"what": own.__name__, **described}), called:
         yield
+
+
+def _end_epoch(own: Function, callbacks: Any, *args: Any, **kwargs: Any) -> None:
+    """Ends the training of all hosts where a callback of one host does, such as by its clock."""
+    own(callbacks, *args, **kwargs)
+    if step.now.session is not None:
+        model = callbacks.model
+        extended = model.distribute_strategy.extended
+        model.stop_training = any(extended.numbers_of_hosts(int(model.stop_training)))
 
 
 def _session_of(strategy: Any) -> session.Session | None:

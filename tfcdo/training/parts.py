@@ -18,7 +18,7 @@ from tfcdo.training import step
 
 _POLICY = tf.data.experimental.AutoShardPolicy
 SEEDS = "_tfcdo_seeds"  # The attribute of a dataset whose order nothing else shows.
-_READERS = ("RecordDataset", "TextLineDataset")
+_READERS, _CACHES = ("RecordDataset", "TextLineDataset"), ("CacheDataset",)
 
 
 def made_from(dataset: tf.data.Dataset) -> Iterator[tf.data.Dataset]:
@@ -40,8 +40,11 @@ def prepared(dataset: tf.data.Dataset, session: Session | None) -> tf.data.Datas
     # Elsewhere TensorFlow deals out files, or each host has data of its own.
     if session is not None and _is_cut_between_hosts(dataset):
         _check_alike(dataset, session)
-    python = (node.op for part in made_from(dataset) for node in tf_internals.nodes_of(part))
-    return _copied(dataset) if any("PyFunc" in op for op in python) else dataset
+    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
+    # then takes the last part to be alone in using the memory, so that an op may write into an
+    # array that Python still has.
+    is_of_python = _has([*made_from(dataset)], ("PyFunc",))
+    return dataset.map(_of_elements(dataset, _copies)) if is_of_python else dataset
 
 
 def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) -> bool:
@@ -57,12 +60,14 @@ def is_cut_here(dataset: tf.data.Dataset, several_hosts: bool, replicas: int) ->
 
 def _is_cut_between_hosts(dataset: tf.data.Dataset) -> bool:
     policy = dataset.options().experimental_distribute.auto_shard_policy
-    if policy == _POLICY.AUTO:  # TensorFlow deals files to hosts, if there are any.
-        parts = [*made_from(dataset)]
-        kinds = [node.op for part in parts for node in tf_internals.nodes_of(part)]
-        kinds += [type(part).__name__ for part in parts]
-        return not any(reader in kind for kind in kinds for reader in _READERS)
-    return bool(policy == _POLICY.DATA)
+    if policy != _POLICY.AUTO:
+        return bool(policy == _POLICY.DATA)
+    # TensorFlow deals files to hosts, if there are any. But `predict` returns rows in the order of
+    # the data, if it has one; and a cache would give all who use it a host's files only.
+    made = [*made_from(dataset)]
+    is_in_order = (0, 0) not in (seed for one in made for seed in seeds(one))
+    keeps_order = step.now.keeps_order and is_in_order
+    return keeps_order or _has(made, _CACHES) or not _has(made, _READERS)
 
 
 def cut(dataset: tf.data.Dataset, first: int, count: int, replicas: int) -> tf.data.Dataset:
@@ -170,13 +175,6 @@ def _divide(sizes: Sequence[int | None], replicas: int) -> bool:
     return all(rows is not None and rows % replicas == 0 for rows in sizes)
 
 
-def _copied(dataset: tf.data.Dataset) -> tf.data.Dataset:
-    """Returns a dataset of copies: replicas might write into an array that Python still has."""
-    # TensorFlow takes a NumPy array as it is if its address divides by 64. It splits the batch, and
-    # then takes the last part to be alone in using the memory, so that an op may write into it.
-    return dataset.map(_of_elements(dataset, _copies))
-
-
 def _of_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> Any:
     """Returns a function for `map`, which passes the parts of a plain tuple, not of a named one."""
     is_tuple = type(dataset.element_spec) is tuple
@@ -236,6 +234,13 @@ def _check_alike(dataset: tf.data.Dataset, session: Session) -> None:
         "the data is made, give shuffle(), or whatever shuffles, the same seed on all hosts, or "
         "use tfcdo.keras.resumable_dataset"
     )
+
+
+def _has(datasets: Sequence[tf.data.Dataset], kinds: Sequence[str]) -> bool:
+    """Returns whether some datasets, or those that their functions make, are of some kinds."""
+    ops = (node.op for one in datasets for node in tf_internals.nodes_of(one))
+    found = [*(type(one).__name__ for one in datasets), *ops]
+    return any(kind in one for one in found for kind in kinds)
 
 
 def of_py_dataset(own: Callable[[Any], Any], adapter: Any) -> Any:

@@ -220,6 +220,7 @@ class _Now(threading.local):
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
     scales_losses = False  # Whether Keras adds up a step's losses, of layers, too.
     session: Any = None  # In `fit` and the like on several hosts: theirs.
+    keeps_order = False  # Whether these are in `predict`, whose rows are in the data's order.
     # While Keras makes a dataset of arrays: what its order follows, see `alike.py`.
     order: tuple[int, tf.Variable] | None = None
 
