@@ -114,7 +114,8 @@ def shuffled(strategy: Any) -> dict[str, np.ndarray]:
     def stop(epoch: int, _: Any) -> None:
         model.stop_training = epoch == 1 == strategy.cluster_resolver.task_id
 
-    model.fit(ids, ids, 20, 9, 0, [keras.callbacks.LambdaCallback(on_epoch_end=stop)])
+    stops = keras.callbacks.LambdaCallback(on_epoch_end=stop)
+    model.fit(ids, ids, 20, 9, 0, [stops, tfcdo.keras.BackupAndRestore("of_both")])
     model.fit(data.shuffle(60).batch(20), verbose=0)
     keras.utils.set_random_seed(7)
     model.fit(ids, ids, 20, verbose=0)

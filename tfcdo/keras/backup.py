@@ -220,8 +220,9 @@ class BackupAndRestore(Callback):
         )
         self._is_due = self.save_freq == "epoch"
         # Else when the next epoch begins: `SwapEMAWeights` may have swapped the weights until then.
-        is_last = self.model.stop_training or epoch + 1 == (self.params or {}).get("epochs")
-        if self._is_due and is_last:
+        stops = self.model.stop_training or epoch + 1 == (self.params or {}).get("epochs")
+        # A callback may have stopped one host only, with which all others then stop.
+        if self._is_due and any(training_state.gather_json(self.model.distribute_strategy, stops)):
             self._save()
 
     def on_train_end(self, logs: Any = None) -> None:
