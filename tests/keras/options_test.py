@@ -132,7 +132,7 @@ class ComparisonTest(kt.TrainingTestCase):
                 r"0\.25\d* at most; of 6 variables 1 differ somewhere$",
             )
             _break(model, variable, replica, -0.25)
-        graph = comparison._digests.get_concrete_function().graph  # Only digests are sent.
+        graph = comparison._digests().graph  # Only digests are sent.
         (gathered,) = [op.outputs[0] for op in graph.get_operations() if op.type == "ConcatV2"]
         self.assertEqual((gathered.shape, gathered.dtype), ((3, 6), tf.int64))
 
