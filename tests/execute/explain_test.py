@@ -131,7 +131,7 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
         for message, arguments in (
             (r"shapes\[1\] must be fully known; got \(None,", ([(2,), (None, 3)],)),
             ("shapes must be a list .* of each value; got 100", (100,)),
-            (r"shapes\[0\] must be a shape .* got 'a'", ("abc",)),
+            (r"shapes\[0\] must be a shape .* got 'a'", (["a"],)),
             (r"shapes\[1\] must be a shape .* got \(-1,\): Dimension -1", ([(2,), (-1,)],)),
             ("dtype must be a dtype such as 'float32'; got 'float8'$", ([(2,)], "float8")),
             ("shard_optimizer_state must be True", ([(2,)], tf.float32, ["/cpu:0"], 3)),
