@@ -19,7 +19,6 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import absltest, parameterized
-from click.testing import CliRunner
 
 import tfcdo
 from tfcdo.cli import commands
@@ -130,9 +129,8 @@ class CodeTest(parameterized.TestCase):
     def check_tfcdo(self, arguments: list[str], output: str) -> None:
         if arguments[0] == "plan" and output.strip():
             # It needs no TensorFlow and less than a second.
-            with cli_testing.logs_of_a_command():
-                result = CliRunner().invoke(commands.tfcdo, arguments, terminal_width=120)
-            self.assertEqual(result.exit_code, 0, result.output)
+            result = cli_testing.run_tfcdo(*arguments)
+            self.assertEqual(result.status, 0, result.errors)
             matches = doctest.OutputChecker().check_output(output, result.output, _FLAGS)
             self.assertTrue(matches, f"the page has\n{output}\nand this is\n{result.output}")
         elif not arguments[0].startswith("-"):

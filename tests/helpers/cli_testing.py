@@ -6,7 +6,6 @@ import pathlib
 import re
 import sys
 import tempfile
-from collections.abc import Iterator
 from typing import NamedTuple
 from unittest import mock
 
@@ -23,26 +22,17 @@ class Finished(NamedTuple):
     errors: str
 
 
-@contextlib.contextmanager
-def logs_of_a_command() -> Iterator[None]:
-    """Lets absl log what it logs in `tfcdo`: warnings, where a test that runs alone logs all."""
-    verbosity = logging.get_verbosity()
-    logging.set_verbosity(logging.WARNING)
-    try:
-        yield
-    finally:
-        logging.set_verbosity(verbosity)
-
-
 def run_tfcdo(*arguments: str, stdin: str | None = None) -> Finished:
     """Runs a command, neither of whose outputs is a terminal."""
     output, errors = io.StringIO(), io.StringIO()
-    with (
-        mock.patch.object(sys, "stdin", sys.stdin if stdin is None else io.StringIO(stdin)),
-        contextlib.redirect_stdout(output),
-        contextlib.redirect_stderr(errors),
-        logs_of_a_command(),
-    ):
+    with contextlib.ExitStack() as stack:
+        # Warnings are logged, as in `tfcdo`, where a test that runs alone logs all.
+        stack.callback(logging.set_verbosity, logging.get_verbosity())
+        logging.set_verbosity(logging.WARNING)
+        given = sys.stdin if stdin is None else io.StringIO(stdin)
+        stack.enter_context(mock.patch.object(sys, "stdin", given))
+        stack.enter_context(contextlib.redirect_stdout(output))
+        stack.enter_context(contextlib.redirect_stderr(errors))
         status = commands.run(arguments)
     return Finished(status, output.getvalue(), errors.getvalue())
 

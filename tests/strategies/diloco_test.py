@@ -103,36 +103,34 @@ def scaled(strategy: Any) -> dict[str, np.ndarray]:
     return _train(other, lambda: ko.LossScaleOptimizer(_adam(gradient_accumulation_steps=2), 16.0))
 
 
-def int8(strategy: Any) -> dict[str, np.ndarray]:
-    """Exchanges in 8 bits; goes on with other objects from two steps after an exchange."""
-    results = []
-    for _ in range(2):
-        backup = tfcdo.keras.BackupAndRestore("backup", STEPS + 1, delete_checkpoint=False)
-        other = _outer(strategy, 3, exchange="int8", shard_optimizer_state=True)
-        results.append(_train(other, _adam, backup))
-    whole, resumed = results
+def _resumed(folder: str, train: Any) -> dict[str, np.ndarray]:
+    """Trains, and again with other objects from two steps after an exchange."""
+    backup = functools.partial(tfcdo.keras.BackupAndRestore, folder, delete_checkpoint=False)
+    whole, resumed = (train(backup(save_freq=STEPS + 1)) for _ in range(2))
     assert len(resumed["loss"]) == 1 < len(whole["loss"])
     return whole | {f"resumed_{name}": value for name, value in resumed.items()}
 
 
+def int8(strategy: Any) -> dict[str, np.ndarray]:
+    """Exchanges in 8 bits, and is resumed with another strategy."""
+    options = {"exchange": "int8", "shard_optimizer_state": True}
+    return _resumed("int8", lambda backup: _train(_outer(strategy, 3, **options), _adam, backup))
+
+
+def _with_two_optimizers(layers: Any) -> keras.Model:
+    model = TwoOptimizers(layers)
+    model.first, model.second = _adam(), _adam()
+    return model
+
+
 def two_optimizers(strategy: Any) -> dict[str, np.ndarray]:
-    """Trains with two optimizers; goes on with other objects from two steps after an exchange."""
-    strategy, results = _outer(strategy, 3, check_in_sync=True), []
+    strategy, kind = _outer(strategy, 3, check_in_sync=True), _with_two_optimizers
     with strategy.scope():
-        twice = model_with("sgd", TwoOptimizers)
-        twice.first, twice.second = _adam(), _adam()
+        twice = model_with("sgd", kind)
         twice.second.build(twice.trainable_variables)
     with np.testing.assert_raises_regex(ValueError, "for a weight.* got two for '.*kernel': b"):
         twice.fit(*data(), verbose=0)
-    for _ in range(2):
-        backup = tfcdo.keras.BackupAndRestore("two", STEPS + 1, delete_checkpoint=False)
-        with strategy.scope():
-            model = model_with("sgd", TwoOptimizers)
-            model.first, model.second = _adam(), _adam()
-        model.fit(*data(), BATCH, EPOCHS, callbacks=[backup], shuffle=False, verbose=0)
-        results.append(clusters.weights(strategy, model.trainable_variables))
-    whole, resumed = results
-    return whole | {f"resumed_{name}": value for name, value in resumed.items()}
+    return _resumed("two", lambda backup: _train(strategy, lambda: "sgd", backup, kind=kind))
 
 
 def own_loop(strategy: Any) -> dict[str, np.ndarray]:
