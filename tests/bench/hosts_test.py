@@ -70,7 +70,7 @@ class HostsTest(absltest.TestCase):
 
     def test_tfcdo_sends_less(self):
         with mock.patch.object(sys, "executable", warm_python.executable()), _open(self) as opened:
-            results = hosts.run(opened, 2, 2, 1, 1, lambda rounds, **_: rounds, num_blocks=0)
+            results = hosts.run(opened, 2, 2, 3, 1, lambda rounds, **_: rounds, num_blocks=0)
         if not opened.command:
             return  # Other programs' bytes are counted, too.
         # A ring over 4 devices of 2 hosts sends 3 times the gradients, one over 2 hosts twice.

@@ -28,7 +28,7 @@ def cluster_of(addresses: Sequence[str], host: int) -> config.Cluster:
 def meet_all(
     addresses: Sequence[str],
     settings: Mapping[int, Mapping[str, Any]],
-    timeout: float = 10.0,
+    timeout: float = 60.0,
     delays: Mapping[int, float] | None = None,
     tokens: Mapping[int, str] | None = None,
 ) -> dict[int, str]:

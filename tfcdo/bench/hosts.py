@@ -82,7 +82,8 @@ def run(
             num_devices,
             *results.median_and_spread([seconds for seconds, _ in taken[kind]]),
             size=gradient_bytes,
-            bytes_sent=float(np.mean([sent for _, sent in taken[kind]])),
+            # A machine that stalls sends some again.
+            bytes_sent=float(np.median([sent for _, sent in taken[kind]])),
         )
         for kind, name in names.items()
     ]
