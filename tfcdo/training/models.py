@@ -282,10 +282,12 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
 def _end_epoch(own: Function, callbacks: Any, *args: Any, **kwargs: Any) -> None:
     """Ends the training of all hosts where a callback of one host does, such as by its clock."""
     own(callbacks, *args, **kwargs)
-    if step.now.session is not None:
-        model = callbacks.model
-        extended = model.distribute_strategy.extended
-        model.stop_training = any(extended.numbers_of_hosts(int(model.stop_training)))
+    model = callbacks.model
+    strategy = model.distribute_strategy
+    # A callback may train another model, which is this host's.
+    if step.now.session is not None and _session_of(strategy) is not None:
+        stops = strategy.extended.numbers_of_hosts(int(model.stop_training))
+        model.stop_training = any(stops)
 
 
 def _session_of(strategy: Any) -> session.Session | None:
