@@ -16,8 +16,7 @@ from tfcdo.bench import worker_pool
 from tfcdo.cluster import config
 from tfcdo.topology.topology import Topology
 
-# The pairs of classes that are compared, tfcdo's and TensorFlow's, whose own choice is a strategy's
-# default.
+# Classes that are compared: tfcdo's, and TensorFlow's, whose own choice is a strategy's default.
 COMPARED = (
     ("tfcdo.AutoAllReduce", "tf.CollectiveAllReduce"),
     ("tfcdo.HierarchicalCopyAllReduce", "tf.HierarchicalCopyAllReduce"),
@@ -28,21 +27,17 @@ COMPARED = (
 STRATEGIES = ("tfcdo.MirroredStrategy", "tf.distribute.MirroredStrategy")
 # Seconds for each question.
 _LIMITS = {"versions": 120.0, "machine": 120.0, "pair": 15.0, "sum": 60.0, "fit": 120.0}
-# Seconds until a host that does not answer counts as not reached.
-_SECONDS_OF_A_HOST = 3.0
-# Number of hanging pairs after which the rest are skipped: each costs a time-out and a new start.
-_MOST_HANGING = 3
+_SECONDS_OF_A_HOST = 3.0  # Until one that does not answer counts as not reached.
+_MOST_HANGING = 3  # After these pairs the rest are skipped: each costs a time-out and a new start.
 
 OK, NOTE, WRONG = "ok", "note", "wrong"
-# Number of pairs named in one finding.
-_MOST_NAMED = 12
+_MOST_NAMED = 12  # Pairs in one finding.
 _REPORT = "please report this, with the output of `tfcdo doctor`"
 
 # Asks a question with its arguments; returns the answer or a `Failure`.
 Ask = Callable[..., Any]
 Tell = Callable[[str], object]
-# The indices of the sending and of the receiving device.
-Pair = tuple[int, int]
+Pair = tuple[int, int]  # The indices of the sending and of the receiving device.
 
 
 @dataclasses.dataclass(frozen=True)

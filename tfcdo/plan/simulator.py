@@ -28,7 +28,6 @@ _SAME_TIME = 1e-12
 # The runs of `robust_seconds`: at most, at least, and tasks in all of them (some seconds).
 _MOST_RUNS = 20
 _FEWEST_RUNS = 3
-_MOST_SEEDS = 10_000  # That a user may ask for.
 _TASKS_IN_ALL_RUNS = 25_000
 # A plan whose first run is so much slower than the cutoff is not run again.
 _HOPELESS = 1.2
@@ -171,7 +170,7 @@ def robust_seconds(
     if num_seeds is None:
         affordable = _TASKS_IN_ALL_RUNS // max(len(graph.names), 1)
         num_seeds = min(_MOST_RUNS, max(_FEWEST_RUNS, affordable))
-    checks.check_int("num_seeds", num_seeds, at_least=1, at_most=_MOST_SEEDS)
+    checks.check_int("num_seeds", num_seeds, at_least=1, at_most=10_000)
     checks.check_number("cutoff", cutoff)
     median = median_seconds(graph, range(num_seeds), jitter, cutoff)
     return max(median, graph.least_seconds)
