@@ -1,5 +1,6 @@
 """`tfcdo launch` when a worker fails or somebody ends it: nothing is left behind."""
 
+import io
 import os
 import signal
 import subprocess
@@ -77,10 +78,7 @@ class FailureTest(LaunchTestCase):
         self.assertEqual(result.stderr, "tfcdo: worker 0 failed: exit status 3\n")
 
     def test_a_worker_ended_when_its_guard_says_and_not_when_that_is_heard(self):
-        end, writer = os.pipe()
-        self.addCleanup(os.close, writer)
-        os.write(writer, b"3 12.5\n")
-        process = mock.Mock(_number=1, _end=end)
+        process = mock.Mock(_number=1, _end=io.BytesIO(b"3 12.5\n"))
         process._failure_file.exists.return_value = False
         supervisor.Process._wait(process)
         process._events.put.assert_called_once_with(protocol.End(1, 3, 12.5))

@@ -2,7 +2,7 @@
 
 Each byte of its input is a signal for the worker, which needs its children until it has a backup.
 At the end of the input, also when the launcher is killed, it kills the worker. When the worker has
-ended, it first writes how and when to a pipe, and then ends all that the worker has started.
+ended, it first writes how and when to a named pipe, and then ends all that the worker has started.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ def handle(handler: Callable[..., Any]) -> None:
             signal.signal(number, handler)
 
 
-def main(end: int, command: Sequence[str]) -> int:
+def main(end: str, command: Sequence[str]) -> int:
     """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
     wakeups, wakeup_writer = os.pipe()
@@ -93,7 +93,8 @@ def main(end: int, command: Sequence[str]) -> int:
                 os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
     with contextlib.suppress(OSError):  # The launcher is gone.
-        os.write(end, f"{status} {time.monotonic()}\n".encode())
+        writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(writer, f"{status} {time.monotonic()}\n".encode())
     end_descendants()
     return status
 
@@ -112,4 +113,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -150,9 +150,11 @@ class Process:
         self._events = events
         self._folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
         self._failure_file = pathlib.Path(self._folder.name, "failed")
-        self._end, writer = os.pipe()
+        path = pathlib.Path(self._folder.name, "end")
+        os.mkfifo(path)
+        self._end = path.open("r+b", buffering=0)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, str(writer), *command],
+            [sys.executable, guard.__file__, str(path), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -165,11 +167,9 @@ class Process:
                 "PYTHONUNBUFFERED": "1",
             },
             bufsize=0,
-            pass_fds=[writer],
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
-        os.close(writer)
         assert self._guard.stdout and self._guard.stderr
         streams = (
             (self._guard.stdout, spec.prefix, sys.stdout.buffer),
@@ -178,7 +178,8 @@ class Process:
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
         ]
-        for thread in (*self._readers, threading.Thread(target=self._wait, daemon=True)):
+        waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
+        for thread in (*self._readers, *waiters):
             thread.start()
 
     def send(self, number: int) -> None:
@@ -203,15 +204,15 @@ class Process:
 
     def _wait(self) -> None:
         """Hears how and when the worker has ended, from its guard, or that the guard has."""
-        with open(self._end, "rb", buffering=0) as end:  # noqa: PTH123 - a pipe
-            written = end.read(200)
-        if written:
-            status, moment = int(written.split()[0]), float(written.split()[1])
-        else:  # The guard itself may have been killed.
-            status, moment = self._guard.wait(), time.monotonic()
-            status = status if status >= 0 else 128 - status
+        status, moment, *_ = self._end.read(200).split()
         follows = self._failure_file.exists()
-        self._events.put(protocol.End(self._number, status, moment, follows))
+        self._events.put(protocol.End(self._number, int(status), float(moment), follows))
+
+    def _reap(self) -> None:
+        status = self._guard.wait()
+        # The guard itself may have been killed, and has then written nothing.
+        status = status if status >= 0 else 128 - status
+        self._end.write(f"{status} {time.monotonic()}\n".encode())
 
     def _read(self, stream: IO[bytes], prefix: bytes, printed: IO[bytes]) -> None:
         is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
