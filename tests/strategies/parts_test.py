@@ -161,6 +161,7 @@ class PreparedTest(tf.test.TestCase, parameterized.TestCase):
         ("random_numbers", False, lambda: _Dataset.range(4).map(lambda _: tf.random.uniform([]))),
         ("policy_off", False, lambda: _with_policy(_Dataset.range(4).shuffle(4), _POLICY.OFF)),
         ("files", False, lambda: _Dataset.list_files(__file__).interleave(_lines).shuffle(4)),
+        ("files_of_a_reader", False, lambda: _lines([__file__] * 2).shuffle(4)),
         ("cached_files", True, lambda: _lines([__file__] * 2).cache().shuffle(4)),
     )
     def test_orders_that_may_differ(self, expected, make, seeds_differ=False, global_seed=None):

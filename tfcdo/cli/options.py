@@ -17,6 +17,8 @@ import click
 from rich import progress as rich_progress
 from rich.console import Console
 
+from tfcdo import checks
+
 if TYPE_CHECKING:
     from tfcdo.bench.devices import ChosenDevices
 
@@ -74,7 +76,7 @@ def parse_size(text: str) -> int:
     # A Decimal accepts any number of digits.
     unit = _KILO[found[3]] ** _EXPONENTS[found[2]] if found else 0
     size = round(decimal.Decimal(found[1]) * unit) if found else 0
-    if size >= 2**63:  # TensorFlow cannot count them.
+    if size > checks.LARGEST_INT:  # TensorFlow cannot count them.
         raise ValueError("there can be at most 2^63 - 1 bytes")
     if not size:
         raise ValueError(f"{text!r} is not a number of bytes such as 4096, 64K, 1.5G or 100MB")

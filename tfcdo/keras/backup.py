@@ -127,6 +127,8 @@ class BackupAndRestore(Callback):
         self._restored: Any = restored
         self._progress = _Progress()
         self._logs: dict[str, float] = {}  # The last batch's.
+        # `fit` changes none but the learning rate, which is not among them.
+        self._settings = keras_internals.settings_of(self.model.optimizer)
         if restored is not None:
             self._restore(*restored)
         elif others := sorted(path.name for path in self.backup_dir.glob("*.weights.h5")):
@@ -242,7 +244,8 @@ class BackupAndRestore(Callback):
         position = self._progress.position
         header, values = training_state.copy(self.model, with_metrics=position[1] > 0)
         progress = dataclasses.asdict(self._progress)
-        header |= {"run": self._folder.run, "progress": progress, "logs": self._logs}
+        header |= {"run": self._folder.run, "settings": self._settings}
+        header |= {"progress": progress, "logs": self._logs}
         self._saved_position = position
         self._is_due = False
         self._finish_writing()

@@ -73,7 +73,6 @@ def copy(model: keras.Model, with_metrics: bool) -> tuple[dict[str, Any], Values
         "hosts": hosts,
         "replicas": strategy.num_replicas_in_sync,
         "optimizer": _optimizer_names(model),
-        "settings": keras_internals.settings_of(model.optimizer),
         "built": built,
         "variables": [[*slot.signature, slot.combine] for slot in slots],
         "metrics": [[*slot.signature, slot.combine] for slot in metrics],
