@@ -41,7 +41,7 @@ class Store:
 
     def delete(self, key: str) -> None:
         with self._changed:
-            del self._values[key]
+            self._values.pop(key, None)
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
         """Finds no task that has ended."""
@@ -77,13 +77,14 @@ class AgreementTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(protocol, "GRACE", 0.5))
         self.enter_context(mock.patch.object(session, "_POLL", 0.15))
 
-    def test_the_chief_does_not_wait_for_a_host_that_has_ended(self):
+    @parameterized.parameters((0, "check_hosts", {"worker": 3}), (1, "delete", "none"))
+    def test_a_host_does_not_wait_for_one_that_has_ended(self, host, ask, about):
         with (
-            mock.patch.object(Store, "check_hosts", side_effect=ConnectionError("task 1")) as check,
-            self.assertRaisesRegex(ConnectionError, "task 1"),
+            mock.patch.object(Store, ask, side_effect=ConnectionError("is gone")) as asked,
+            self.assertRaisesRegex(ConnectionError, "is gone"),
         ):
-            make_session(Store(), 0, 20.0).number(kind("a"), 1)
-        check.assert_called_once_with({"worker": 3})
+            make_session(Store(), host, 20.0).number(kind("a"), 1)
+        asked.assert_called_once_with(about)
 
     def test_equal_numbers_for_late_hosts_and_threads_in_any_order(self):
         # A busy machine holds a thread up for half a second.

@@ -252,8 +252,10 @@ class Session:
             return f"{me} has waited {time.monotonic() - start:.0f} s for {come}"
 
         while (found := ready()) is None:
-            if self.cluster.is_chief:  # Others hear of the chief's end.
+            if self.cluster.is_chief:
                 self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
+            else:  # A stopped chief ends a write. What is read would be waited for until the end.
+                self.store.delete("none")
             reason = self.judge(wait, time.monotonic() - start, line)
             if reason is not None:
                 is_late = reason.startswith(protocol.LATE)
