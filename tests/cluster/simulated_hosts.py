@@ -281,13 +281,21 @@ class Process:
                 _ = self.store
 
     def get(self, key: str, timeout: float) -> Run:
-        store = self.store
+        """Reads a key; None from a chief that is stopped or cut off, as TensorFlow has no error."""
+        assert self.cluster is not None
+        chief, blocked = self.cluster.chief, self.world.blocked
         yield self.world.delay(0.05)
-        yield from self.cross(self.host, 0)
-        if key not in store.values and timeout > 0.1:
-            yield store.signals[key], timeout
-        yield from self.cross(0, self.host)
-        return self.store.values.get(key)
+        until = self.world.now + timeout
+        while not chief.is_dead:
+            ways = blocked(self.host, 0), blocked(0, self.host)
+            is_silent = chief.is_stopped or max(ways) > 0.0
+            if key in self.cluster.values and not is_silent:
+                return self.cluster.values[key]
+            if self.world.now >= until:
+                return None
+            rest = max(0.01, until - self.world.now)
+            yield self.cluster.signals[key], min(rest, 5.0) if is_silent else rest
+        raise _GoneError
 
     def set_once(self, key: str, value: Any) -> Run:
         yield self.world.delay(0.05)
@@ -491,6 +499,9 @@ class Process:
     def ask(self, question: Callable[[int], bool | None], calls: int) -> Run:
         if self.is_signalled:
             self.leaving.hold()
+        answer = question(calls)
+        if answer is None and self.is_signalled:
+            yield from self.set_once("notice", "")
         while (answer := question(calls)) is None:
             if self.is_decided:
                 raise ProcessExit(143)

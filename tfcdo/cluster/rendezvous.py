@@ -139,6 +139,10 @@ def _channel(peer: socket.socket) -> Connection:
     seconds = struct.pack("ll", _MESSAGE_SECONDS, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    # A machine that is gone says nothing, and another one may have its address by now.
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
+        peer.setsockopt(socket.IPPROTO_TCP, option, _MESSAGE_SECONDS)
     peer.setblocking(True)  # Python's own time-outs are of no use to others.
     return Connection(peer.detach())
 
@@ -223,7 +227,8 @@ def _ask_chief(
         while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
             if not protocol.may_keep_asking(time.monotonic(), deadline, True):
-                return f"timed out: {chief} is there, but not all other hosts are", ""
+                late = f"{chief} does not say that all hosts are there"
+                return f"{protocol.LATE}: {late}; it waits for another one, or is stopped", ""
         answer: _Answer = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
         return answer
 
