@@ -167,7 +167,7 @@ class RendezvousTest(parameterized.TestCase):
     @mock.patch.object(rendezvous, "_unreachable", lambda *_: threading.Event().wait(3.0))
     def test_a_chief_that_is_stopped(self):
         end = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0)[1]
-        self.assertRegex(end, r"^timed out: host 0 .* it waits for another one, or is stopped")
+        self.assertRegex(end, r"^timed out: host 0 .* waits for another host, or is stopped$")
 
     def test_a_machine_that_is_gone_ends_a_connection(self):
         with socket.create_server(("", self.ports[0])), connected(self.ports[0]) as peer:

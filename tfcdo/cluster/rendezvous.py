@@ -227,8 +227,7 @@ def _ask_chief(
         while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
             if not protocol.may_keep_asking(time.monotonic(), deadline, True):
-                late = f"{chief} does not say that all hosts are there"
-                return f"{protocol.LATE}: {late}; it waits for another one, or is stopped", ""
+                return f"{protocol.LATE}: {chief} waits for another host, or is stopped", ""
         answer: _Answer = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
         return answer
 
