@@ -86,7 +86,6 @@ class Cluster:
         self.values: dict[str, Any] = {}
         self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
         self.slots: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
-        self.done: set[Any] = set()
 
 
 class Process:
@@ -327,11 +326,10 @@ class Process:
                 differ = world.bug is not None and world.bug[0] in ("setting", "program")
                 require(not differ, "hosts that differ run a step together")
                 require(len(states) == 1, "a batch is lost or counted twice")
-            cluster.done.add(key)
             world.fire(cluster.signals[key])
             yield world.delay(0.1)
         else:
-            yield from self.wait(lambda: key in cluster.done, cluster.signals[key], 4.0)
+            yield from self.wait(lambda: len(slot) == world.hosts, cluster.signals[key], 4.0)
         yield from self.cross(ALL, self.host)
         return [slot[host][1] for host in range(world.hosts)]
 
@@ -499,8 +497,7 @@ class Process:
     def ask(self, question: Callable[[int], bool | None], calls: int) -> Run:
         if self.is_signalled:
             self.leaving.hold()
-        answer = question(calls)
-        if answer is None and self.is_signalled:
+        if question(calls) is None and self.is_signalled:
             yield from self.set_once("notice", "")
         while (answer := question(calls)) is None:
             if self.is_decided:
@@ -575,5 +572,4 @@ class Process:
     def announce(self) -> Run:
         yield self.world.delay(1.0)
         with contextlib.suppress(_GoneError):
-            if self.cluster is not None:
-                yield from self.set_once("notice", "")
+            yield from self.set_once("notice", "")
