@@ -70,8 +70,7 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
 
 def _listen(cluster: config.Cluster) -> socket.socket:
     """Holds this host's port, as TensorFlow's server will: on all of the machine's addresses."""
-    task = cluster.tasks[cluster.index]
-    _, port = config.split_address(task.address)
+    _, port = config.split_address(cluster.tasks[cluster.index].address)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         return socket.create_server(
