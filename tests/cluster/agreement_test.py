@@ -79,11 +79,11 @@ class AgreementTest(parameterized.TestCase):
 
     @parameterized.parameters((0, "check_hosts", {"worker": 3}), (1, "delete", "none"))
     def test_a_host_does_not_wait_for_one_that_has_ended(self, host, ask, about):
-        with (
-            mock.patch.object(Store, ask, side_effect=ConnectionError("is gone")) as asked,
-            self.assertRaisesRegex(ConnectionError, "is gone"),
-        ):
-            make_session(Store(), host, 20.0).number(kind("a"), 1)
+        with mock.patch.object(Store, ask, side_effect=ConnectionError("is gone")) as asked:
+            own = make_session(Store(), host, 20.0)
+            self.assertRaisesRegex(ConnectionError, "is gone", own.number, kind("a"), 1)
+            own.fail("it has said why")
+            self.assertRaisesRegex(RuntimeError, "it has said why", own.number, kind("a"), 1)
         asked.assert_called_once_with(about)
 
     def test_equal_numbers_for_late_hosts_and_threads_in_any_order(self):

@@ -163,6 +163,21 @@ class RendezvousTest(parameterized.TestCase):
                 rendezvous.meet(cluster_of(self.addresses[:2], 0), {}, 10.0, "")
         self.assertRegex(ends.result()[1], rf"^{LATE}0 .* to start: .*refused")
 
+    @mock.patch.object(protocol, "PATIENCE", 0.0)
+    @mock.patch.object(rendezvous, "_unreachable", lambda *_: threading.Event().wait(3.0))
+    def test_a_chief_that_is_stopped(self):
+        end = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0)[1]
+        self.assertRegex(end, r"^timed out: host 0 .* waits for another host, or is stopped$")
+
+    def test_a_machine_that_is_gone_ends_a_connection(self):
+        with socket.create_server(("", self.ports[0])), connected(self.ports[0]) as peer:
+            own = peer.dup()
+            rendezvous._channel(peer)
+        self.assertTrue(own.getsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE))
+        options = socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT
+        idle, interval, count = (own.getsockopt(socket.IPPROTO_TCP, each) for each in options)
+        self.assertLessEqual(idle + interval * count, 30)  # As the simulator has it.
+
     def test_jobs_with_other_tokens_keep_apart(self):
         ends = meet_all(self.addresses[:2], {0: {}, 1: {}}, timeout=1.0, tokens={0: "a"})
         for host, end in ends.items():

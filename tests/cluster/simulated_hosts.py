@@ -86,7 +86,6 @@ class Cluster:
         self.values: dict[str, Any] = {}
         self.signals: dict[Any, list[Any]] = collections.defaultdict(list)
         self.slots: dict[Any, dict[int, Any]] = collections.defaultdict(dict)
-        self.done: set[Any] = set()
 
 
 class Process:
@@ -281,13 +280,21 @@ class Process:
                 _ = self.store
 
     def get(self, key: str, timeout: float) -> Run:
-        store = self.store
+        """Reads a key; None from a chief that is stopped or cut off, as TensorFlow has no error."""
+        assert self.cluster is not None
+        chief, blocked = self.cluster.chief, self.world.blocked
         yield self.world.delay(0.05)
-        yield from self.cross(self.host, 0)
-        if key not in store.values and timeout > 0.1:
-            yield store.signals[key], timeout
-        yield from self.cross(0, self.host)
-        return self.store.values.get(key)
+        until = self.world.now + timeout
+        while not chief.is_dead:
+            ways = blocked(self.host, 0), blocked(0, self.host)
+            is_silent = chief.is_stopped or max(ways) > 0.0
+            if key in self.cluster.values and not is_silent:
+                return self.cluster.values[key]
+            if self.world.now >= until:
+                return None
+            rest = max(0.01, until - self.world.now)
+            yield self.cluster.signals[key], min(rest, 5.0) if is_silent else rest
+        raise _GoneError
 
     def set_once(self, key: str, value: Any) -> Run:
         yield self.world.delay(0.05)
@@ -319,11 +326,10 @@ class Process:
                 differ = world.bug is not None and world.bug[0] in ("setting", "program")
                 require(not differ, "hosts that differ run a step together")
                 require(len(states) == 1, "a batch is lost or counted twice")
-            cluster.done.add(key)
             world.fire(cluster.signals[key])
             yield world.delay(0.1)
         else:
-            yield from self.wait(lambda: key in cluster.done, cluster.signals[key], 4.0)
+            yield from self.wait(lambda: len(slot) == world.hosts, cluster.signals[key], 4.0)
         yield from self.cross(ALL, self.host)
         return [slot[host][1] for host in range(world.hosts)]
 
@@ -491,6 +497,8 @@ class Process:
     def ask(self, question: Callable[[int], bool | None], calls: int) -> Run:
         if self.is_signalled:
             self.leaving.hold()
+        if question(calls) is None and self.is_signalled:
+            yield from self.set_once("notice", "")
         while (answer := question(calls)) is None:
             if self.is_decided:
                 raise ProcessExit(143)
@@ -564,5 +572,4 @@ class Process:
     def announce(self) -> Run:
         yield self.world.delay(1.0)
         with contextlib.suppress(_GoneError):
-            if self.cluster is not None:
-                yield from self.set_once("notice", "")
+            yield from self.set_once("notice", "")

@@ -106,6 +106,12 @@ class SimulatorTest(parameterized.TestCase):
         self.assertIn(f"{'ab'[blamed]} failed: ", str(run.end(protocol.End(2, 0, 0.26), 0.26)))
         self.assertEqual(blamed, run.result().blamed)
 
+    def test_a_worker_is_stopped(self):
+        run = protocol.Supervision(workers="ab", grace=10.0, leave=30.0)
+        run.end(protocol.End(1, 1, 0.0, follows=True), 0.0)
+        said = "b failed: exit status 1, because of another worker; ending the others"
+        self.assertEqual(said, run.tick(protocol.SETTLE_SECONDS + protocol.LAST_SECONDS)[0])
+
     @parameterized.named_parameters((name, *mutant) for name, mutant in _MUTANTS.items())
     def test_a_broken_rule_is_found(self, old: str, new: str, message: str, first: int = 0):
         with self.assertRaisesRegex(simulator.BrokenError, message):

@@ -162,6 +162,7 @@ class BackupTestCase(tf.test.TestCase, parameterized.TestCase):
         super().setUp()
         self.folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()), "backup")
         self.addCleanup(os.chdir, pathlib.Path.cwd())
+        self.addCleanup(preemption._signalled.clear)
         os.chdir(self.folder.parent)
 
     def backup(self, **options: Any) -> tfcdo.keras.BackupAndRestore:
@@ -350,7 +351,6 @@ class ExactTest(BackupTestCase):
             signal.raise_signal(signal.SIGTERM)
 
         end = keras.callbacks.LambdaCallback(on_epoch_begin=end_two)
-        self.addCleanup(preemption._signalled.clear)
         self.assertRaises(SystemExit, _Training, _Slower(), end, self.backup(), **options)
         preemption._signalled.clear()
         training = _Training(_Slower(), self.backup(), **options)
@@ -394,7 +394,6 @@ class ExactTest(BackupTestCase):
                 own.held = weakref.ref(own._iterator)
                 signal.raise_signal(signal.SIGTERM)
 
-        self.addCleanup(preemption._signalled.clear)
         own: Any = self.backup()
         ends = contextlib.ExitStack()
         ends.callback(lambda: self.assertIsNone(own.held()))  # Else Python could wait at its end.
@@ -405,6 +404,16 @@ class ExactTest(BackupTestCase):
         self.assertEqual(self.names(), names)
         self.assert_bitwise_equal(_undisturbed(), _Training(self.backup()))
         self.assertEqual(signal.getsignal(signal.SIGTERM), signal.SIG_DFL)
+
+    def test_a_chief_that_does_not_answer_a_notice(self):
+        error = tf.errors.DeadlineExceededError(None, None, "no answer")
+        store = mock.Mock(**{"get.return_value": None, "set.side_effect": error})
+        joined = mock.Mock(store=store, **{"cluster.tasks": "ab", "cluster.index": 1})
+        with mock.patch.object(session, "_current", joined):
+            leaving = preemption.Preemption()
+        preemption._signalled.set()
+        leaving._decided.set()  # Else a host that catches the error waits without end.
+        self.assertRaisesRegex(type(error), "no answer", leaving.may_begin, 1)
 
 
 def _dated(seconds: float) -> Any:

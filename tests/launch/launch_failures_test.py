@@ -169,7 +169,9 @@ while True: time.sleep(0.1)
 """,
         )
         self.read_pid("ready1")
-        os.kill(self.read_pid("worker1"), signal.SIGSTOP)
+        stopped = psutil.Process(self.read_pid("worker1"))
+        for process_of_worker in stopped, stopped.parent():  # As by `pkill -STOP -f train.py`.
+            process_of_worker.suspend()  # type: ignore[union-attr]
         os.kill(self.read_pid("worker0"), signal.SIGKILL)
         self.check_end(process, 128 + signal.SIGKILL, "worker 1 | tidied up")
 

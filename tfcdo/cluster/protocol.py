@@ -460,7 +460,8 @@ class Supervision:
 
     def _failed(self, end: End) -> str:
         name = {128 + one.value: f" ({one.name})" for one in signal.Signals}.get(end.status, "")
-        return f"{self._names[end.worker]} failed: exit status {end.status}{name}"
+        why = ", because of another worker" if end.follows else ""
+        return f"{self._names[end.worker]} failed: exit status {end.status}{name}{why}"
 
     def _stop(self, number: int, now: float) -> Actions:
         self.deadline = now + self._grace

@@ -70,8 +70,7 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
 
 def _listen(cluster: config.Cluster) -> socket.socket:
     """Holds this host's port, as TensorFlow's server will: on all of the machine's addresses."""
-    task = cluster.tasks[cluster.index]
-    _, port = config.split_address(task.address)
+    _, port = config.split_address(cluster.tasks[cluster.index].address)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
     try:
         return socket.create_server(
@@ -139,6 +138,10 @@ def _channel(peer: socket.socket) -> Connection:
     seconds = struct.pack("ll", _MESSAGE_SECONDS, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
+    # A machine that is gone says nothing, and another one may have its address by now.
+    peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
+        peer.setsockopt(socket.IPPROTO_TCP, option, _MESSAGE_SECONDS)
     peer.setblocking(True)  # Python's own time-outs are of no use to others.
     return Connection(peer.detach())
 
@@ -223,7 +226,7 @@ def _ask_chief(
         while not channel.poll(1.0):
             lines.log(f"{chief} is there and waits for other hosts")
             if not protocol.may_keep_asking(time.monotonic(), deadline, True):
-                return f"timed out: {chief} is there, but not all other hosts are", ""
+                return f"{protocol.LATE}: {chief} waits for another host, or is stopped", ""
         answer: _Answer = msgspec.json.decode(channel.recv_bytes(_MAX_BYTES), type=_Answer)
         return answer
 

@@ -109,7 +109,7 @@ class Session:
                 self._texts[name] = text
                 return self._kinds.numbers.setdefault(name, number)
         while (host := self._kinds.late(name)) is not None:
-            has_come = functools.partial(self._has_announced, host, name)
+            has_come = functools.partial(self._has_announced, host, name, _POLL)
             who = functools.partial(self.cluster.name, host)
             self._wait(has_come, description, who)
         with self._lock:
@@ -228,15 +228,13 @@ class Session:
             if follows:
                 worker.tell_that_another_has_failed()
 
-    def _has_announced(self, host: int, name: str) -> bool | None:
-        self._hear(host, _POLL)
+    def _has_announced(self, host: int, name: str, timeout: float) -> bool | None:
+        self._hear(host, timeout)
         return True if name in self._kinds.heard[host] else None
 
     def _late_chief(self, name: str) -> str:
-        self._hear(0, 0.01)
         chief = self.cluster.name(0)
-        has_come = name in self._kinds.heard[0]
-        return f"a host that {chief} waits for" if has_come else chief
+        return f"a host that {chief} waits for" if self._has_announced(0, name, 0.01) else chief
 
     def _wait(
         self, ready: Callable[[], Any], description: Description, late: Callable[[], str]
@@ -252,14 +250,15 @@ class Session:
             return f"{me} has waited {time.monotonic() - start:.0f} s for {come}"
 
         while (found := ready()) is None:
-            if self.cluster.is_chief:
-                self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
-            else:  # A stopped chief ends a write. What is read would be waited for until the end.
-                self.store.delete("none")
             reason = self.judge(wait, time.monotonic() - start, line)
             if reason is not None:
                 is_late = reason.startswith(protocol.LATE)
                 raise (LateHostError if is_late else DisagreementError)(reason)
+            # Only now: a host that has ended may have said why.
+            if self.cluster.is_chief:
+                self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
+            else:  # A stopped chief ends a write. What is read would be waited for until the end.
+                self.store.delete("none")
         return found
 
     def _hear(self, host: int, timeout: float) -> None:

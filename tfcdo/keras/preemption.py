@@ -61,7 +61,7 @@ class Preemption:
     def complete(self) -> None:
         """Tells hosts that leave which call was the last one here: the training is complete."""
         if self._session is not None and not self._decided.is_set():
-            with contextlib.suppress(tf.errors.OpError):  # Told already, or the chief is gone.
+            with contextlib.suppress(tf.errors.OpError):  # The chief is gone.
                 self._tell_begun(self._session)
 
     def stop(self) -> None:
@@ -81,7 +81,7 @@ class Preemption:
             answer = self._leaving.may_begin(call)
         if answer is None:
             if _signalled.is_set():
-                self._announce(self._session)
+                self._tell(self._session, "notice")
             # The listening thread ends in bounded time.
             self._decided.wait()
             answer = self._leaving.may_begin(call)
@@ -98,11 +98,9 @@ class Preemption:
             if worker.another_has_failed():
                 os._exit(128 + signal.SIGTERM)
 
-    def _announce(self, joined: session.Session) -> None:
-        key = f"{self._prefix}/notice"
-        if joined.store.get(key, 0.01) is None:
-            with contextlib.suppress(tf.errors.OpError):  # Another host was first.
-                joined.store.set(key, "")
+    def _tell(self, joined: session.Session, key: str, value: str = "") -> None:
+        with contextlib.suppress(tf.errors.AlreadyExistsError):  # Another host was first.
+            joined.store.set(f"{self._prefix}/{key}", value)
 
     def _listen(self, joined: session.Session) -> None:
         store = joined.store
@@ -112,7 +110,7 @@ class Preemption:
                     self._agree(joined)
                     return
                 if tf_internals.has_preemption_notice():
-                    self._announce(joined)
+                    self._tell(joined, "notice")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
         finally:
@@ -122,13 +120,12 @@ class Preemption:
         """Tells the other hosts which call this one has begun; it then begins no other."""
         with self._lock:
             begun = self._leaving.hold()
-        joined.store.set(f"{self._prefix}/begun/{joined.cluster.index}", str(begun))
+        self._tell(joined, f"begun/{joined.cluster.index}", str(begun))
 
     def _agree(self, joined: session.Session) -> None:
         """Takes the hosts' decision, which the first of them makes that has heard all."""
         cluster, store = joined.cluster, joined.store
-        with contextlib.suppress(tf.errors.AlreadyExistsError):  # The training is complete here.
-            self._tell_begun(joined)
+        self._tell_begun(joined)
         start = time.monotonic()
         while (proposal := self._leaving.proposal(time.monotonic() - start)) is None:
             host = self._leaving.unheard[0]
@@ -138,10 +135,8 @@ class Preemption:
         if proposal == protocol.NO_STEP:
             late = ", ".join(cluster.name(host) for host in self._leaving.unheard)
             logging.warning("tfcdo: a host does not say in which step it is: %s", late)
-        key = f"{self._prefix}/decision"
-        with contextlib.suppress(tf.errors.AlreadyExistsError):  # Another host was first.
-            store.set(key, proposal)
-        self._leaving.decide(store.get(key, protocol.ANSWER_SECONDS))
+        self._tell(joined, "decision", proposal)
+        self._leaving.decide(store.get(f"{self._prefix}/decision", protocol.ANSWER_SECONDS))
 
 
 def _handle(number: int, frame: Any) -> None:

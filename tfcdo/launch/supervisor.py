@@ -190,6 +190,7 @@ class Process:
                 self._failure_file.touch()
             else:
                 self._guard.stdin.write(bytes([number]))
+                self._guard.send_signal(signal.SIGCONT)  # It may have been stopped with its worker.
 
     def drain(self, seconds: float) -> None:
         """Waits, for at most so long, until the output of a worker that has ended is printed."""
