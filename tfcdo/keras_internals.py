@@ -69,7 +69,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
     (BaseOptimizer, "_iterations", ()),
     (BaseOptimizer, "_model_variables_moving_average", ()),
-    (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
@@ -331,28 +330,6 @@ def _update_averages(leaf: Any) -> None:
         is_due = tf.equal((leaf.iterations + 1) % leaf.ema_overwrite_frequency, 0)
         overwrite = leaf._overwrite_model_variables_with_average_value
         tf.cond(is_due, lambda: overwrite(known), lambda: None)
-
-
-def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
-    """Makes an accumulator of gradients; each replica has its own."""
-
-    def on_read(make: Callable[..., Any], **options: Any) -> Any:
-        # Keras's variables have had these two arguments since 3.10.
-        options["synchronization"] = tf.VariableSynchronization.ON_READ
-        options["aggregation"] = tf.VariableAggregation.SUM
-        return make(**options)
-
-    path = path_of(reference_variable).replace("/", "_").replace(":", "_")
-    with keras.name_scope(optimizer.name), tf.variable_creator_scope(on_read):
-        accumulator = keras.Variable(
-            "zeros",
-            shape=tuple(reference_variable.shape),
-            dtype=keras.backend.standardize_dtype(reference_variable.dtype),
-            trainable=False,
-            name=f"{path}_gradient_accumulator",
-        )
-    optimizer._track_variable(accumulator)
-    return accumulator
 
 
 # Models

@@ -198,15 +198,24 @@ def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
 def _add_slot(
     own: Function, optimizer: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    extended, device = _extended_of(optimizer), None
+    extended = _extended_of(optimizer)
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if extended is not None and not keras_internals.is_overwritten(reference_variable):
         if name == "gradient_accumulator" and keras_internals.accumulates_parts(optimizer):
-            return keras_internals.accumulator_like(optimizer, reference_variable)
+            scope = tf.variable_creator_scope(_make_parts)
         # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
-        if extended.shard_optimizer_state and name != "average":
+        elif extended.shard_optimizer_state and name != "average":
             device = updates.device_of_slots(extended, reference_variable)
-    with tf_internals.plain_variables(device) if device else contextlib.nullcontext():
+            scope = tf_internals.plain_variables(device) if device else scope
+    with scope:
         return own(optimizer, reference_variable, name, *args, **kw)
+
+
+def _make_parts(make: Function, **options: Any) -> tf.Variable:
+    """Makes a variable of which each replica has its own part, such as accumulated gradients."""
+    options["synchronization"] = tf.VariableSynchronization.ON_READ
+    options["aggregation"] = tf.VariableAggregation.SUM
+    return make(**options)
 
 
 def _symbolic_build(
