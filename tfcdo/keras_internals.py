@@ -339,20 +339,6 @@ _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _at_end: weakref.WeakKeyDictionary[Any, list[Callable[[], Any]]] = weakref.WeakKeyDictionary()
 
 
-def method_of_step(function: Any) -> str | None:
-    """Returns "fit" for a step of `fit` or `evaluate`, "predict" for `predict`'s; else None."""
-    if hasattr(function, "is_step_of_fit"):
-        return "fit"
-    return "predict" if getattr(function, "__module__", None) == _trainer.__name__ else None
-
-
-def mark_step(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Any:
-    """Stands for `_make_function`: an own loop may run a model's `train_step`, too."""
-    marked: Any = functools.partial(step_function)
-    marked.is_step_of_fit = True
-    return own(model, marked)
-
-
 @contextlib.contextmanager
 def fitting(model: Any) -> Iterator[None]:
     """Notes that a `fit` runs; ends what `BackupAndRestore` has set for it, also after an error."""

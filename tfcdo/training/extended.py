@@ -27,8 +27,7 @@ class ReducesStructures:
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        alone = step.now.host_alone or self.extended.outer is not None
-        with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
+        with step.during(host_alone=step.now.host_alone or self.extended.outer is not None):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:

@@ -51,7 +51,6 @@ def extensions() -> Iterator[keras_internals.Extension]:
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         yield trainer, f"make_{name}_function", functools.partial(_make, name)
-    yield trainer, "_make_function", keras_internals.mark_step
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
     yield keras.callbacks.CallbackList, "on_epoch_end", _end_epoch
@@ -406,6 +405,8 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
             function = functools.partial(_run_settled, function, model)
         if extended.outer is not None and name == "train":  # What a step returns is this host's.
             function = step.during(host_alone=True)(function)
+        # An own loop may run a model's `train_step`, too.
+        function = step.during(method="predict" if name == "predict" else "fit")(function)
         if extended.checks_in_sync:
             function = alike.CheckedFunction(function, model, name)
         setattr(model, f"{name}_function", function)
