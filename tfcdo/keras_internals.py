@@ -95,7 +95,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (_trainer.TFEpochIterator, "_steps_seen", ()),
     (_trainer.TFEpochIterator, "data_adapter", ()),
     (_trainer.TFEpochIterator, "steps_per_epoch", ()),
-    (_trainer.TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
     (_variables, "AutocastScope", ("dtype",)),
     (_seed_generator, "global_seed_generator", ()),
@@ -103,7 +102,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (ArrayDataAdapter, "_shuffle", ()),
     (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
-    (_random, "draw_seed", ("seed",)),
     (_random, "_cast_seed", ("seed",)),
 )
 private_names.check_members("Keras", keras.__version__, NAMES)
@@ -258,13 +256,12 @@ def check_known(leaf: Any, variables: Sequence[Any]) -> None:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables in the current strategy, outside of a step that is traced."""
+    """Makes an optimizer's variables in its strategy, outside of a step that is traced."""
     # A function that makes mirrored variables is traced twice, and run with a branch for each of
     # them that makes it if it is not there: most of the time of a first step.
-    strategy = tf.distribute.get_strategy()
     if not optimizer.built:
         name = keras.name_scope(optimizer.name, caller=optimizer)
-        with tf.init_scope(), strategy.scope(), name:
+        with tf.init_scope(), strategy_of(optimizer).scope(), name:
             optimizer.build(list(variables))
         optimizer.built = True
 
