@@ -266,8 +266,9 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
     """Begins `fit` and the like once all hosts do; an error if they call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     joined = _session_of(model.distribute_strategy)
-    if joined is None:
-        yield
+    if joined is None:  # A callback may train another model, which is this host's.
+        with step.during(session=None):
+            yield
         return
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
     if isinstance(function, alike.CheckedFunction):
@@ -290,12 +291,10 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
 def _end_epoch(own: Function, callbacks: Any, *args: Any, **kwargs: Any) -> None:
     """Ends the training of all hosts where a callback of one host does, such as by its clock."""
     own(callbacks, *args, **kwargs)
-    model = callbacks.model
-    strategy = model.distribute_strategy
-    # A callback may train another model, which is this host's.
-    if step.now.session is not None and _session_of(strategy) is not None:
-        stops = strategy.extended.numbers_of_hosts(int(model.stop_training))
-        model.stop_training = any(stops)
+    if step.now.session is not None:
+        model = callbacks.model
+        extended = model.distribute_strategy.extended
+        model.stop_training = any(extended.numbers_of_hosts(int(model.stop_training)))
 
 
 def _session_of(strategy: Any) -> session.Session | None:
