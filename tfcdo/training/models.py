@@ -83,7 +83,7 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield keras_internals.CompileLoss, "call", losses.compiled
     yield keras_internals.COMPILE_UTILS, "get_loss", losses.resolved
     yield keras.losses.Loss, "__call__", losses.called
-    yield keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped
+    yield keras.metrics.MeanMetricWrapper, "update_state", losses.called
     yield tf.nn, "compute_average_loss", losses.of_rows
     yield keras.Model, "compute_loss", losses.computed
     for distiller in keras_internals.DISTILLERS:
