@@ -156,7 +156,7 @@ class GoneTest(tf.test.TestCase, parameterized.TestCase):
             importlib.reload(door)
 
     @parameterized.parameters(
-        ("apply", models.install), ("_track_variable", lambda: importlib.reload(keras_internals))
+        ("apply", models.install), ("apply_gradients", lambda: importlib.reload(keras_internals))
     )
     def test_keras_is_checked_when_the_door_opens(self, name, open_door):
         patched = mock.patch.object(keras_internals.BaseOptimizer, name, None)

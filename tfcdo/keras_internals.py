@@ -69,7 +69,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (BaseOptimizer, "_get_variable_index", ("self", "variable")),
     (BaseOptimizer, "_iterations", ()),
     (BaseOptimizer, "_model_variables_moving_average", ()),
-    (BaseOptimizer, "_track_variable", ("self", "variable")),
     (BaseOptimizer, "_trainable_variables", ()),
     (BaseOptimizer, "_update_model_variables_moving_average", ("self", "trainable_variables")),
     (TFOptimizer, "_overwrite_model_variables_with_average_value", ("self", "trainable_variables")),
@@ -96,7 +95,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (_trainer.TFEpochIterator, "_steps_seen", ()),
     (_trainer.TFEpochIterator, "data_adapter", ()),
     (_trainer.TFEpochIterator, "steps_per_epoch", ()),
-    (_trainer.TFEpochIterator, "steps_per_execution", ()),
     (_global_state, "GLOBAL_STATE_TRACKER", ()),
     (_variables, "AutocastScope", ("dtype",)),
     (_seed_generator, "global_seed_generator", ()),
@@ -104,7 +102,6 @@ NAMES: tuple[private_names.Member, ...] = (
     (ArrayDataAdapter, "_shuffle", ()),
     (PyDatasetAdapter, "py_dataset", ()),
     (PyDatasetAdapter, "shuffle", ()),
-    (_random, "draw_seed", ("seed",)),
     (_random, "_cast_seed", ("seed",)),
 )
 private_names.check_members("Keras", keras.__version__, NAMES)
@@ -259,13 +256,12 @@ def check_known(leaf: Any, variables: Sequence[Any]) -> None:
 
 
 def build(optimizer: Any, variables: Sequence[Any]) -> None:
-    """Makes an optimizer's variables in the current strategy, outside of a step that is traced."""
+    """Makes an optimizer's variables in its strategy, outside of a step that is traced."""
     # A function that makes mirrored variables is traced twice, and run with a branch for each of
     # them that makes it if it is not there: most of the time of a first step.
-    strategy = tf.distribute.get_strategy()
     if not optimizer.built:
         name = keras.name_scope(optimizer.name, caller=optimizer)
-        with tf.init_scope(), strategy.scope(), name:
+        with tf.init_scope(), strategy_of(optimizer).scope(), name:
             optimizer.build(list(variables))
         optimizer.built = True
 
@@ -333,47 +329,11 @@ def _update_averages(leaf: Any) -> None:
         tf.cond(is_due, lambda: overwrite(known), lambda: None)
 
 
-def accumulator_like(optimizer: Any, reference_variable: Any) -> keras.Variable:
-    """Makes an accumulator of gradients; each replica has its own."""
-
-    def on_read(make: Callable[..., Any], **options: Any) -> Any:
-        # Keras's variables have had these two arguments since 3.10.
-        options["synchronization"] = tf.VariableSynchronization.ON_READ
-        options["aggregation"] = tf.VariableAggregation.SUM
-        return make(**options)
-
-    path = path_of(reference_variable).replace("/", "_").replace(":", "_")
-    with keras.name_scope(optimizer.name), tf.variable_creator_scope(on_read):
-        accumulator = keras.Variable(
-            "zeros",
-            shape=tuple(reference_variable.shape),
-            dtype=keras.backend.standardize_dtype(reference_variable.dtype),
-            trainable=False,
-            name=f"{path}_gradient_accumulator",
-        )
-    optimizer._track_variable(accumulator)
-    return accumulator
-
-
 # Models
 
 _running_fits = 0
 _iterators: weakref.WeakKeyDictionary[Any, Any] = weakref.WeakKeyDictionary()
 _at_end: weakref.WeakKeyDictionary[Any, list[Callable[[], Any]]] = weakref.WeakKeyDictionary()
-
-
-def method_of_step(function: Any) -> str | None:
-    """Returns "fit" for a step of `fit` or `evaluate`, "predict" for `predict`'s; else None."""
-    if hasattr(function, "is_step_of_fit"):
-        return "fit"
-    return "predict" if getattr(function, "__module__", None) == _trainer.__name__ else None
-
-
-def mark_step(own: Callable[..., Any], model: Any, step_function: Callable[..., Any]) -> Any:
-    """Stands for `_make_function`: an own loop may run a model's `train_step`, too."""
-    marked: Any = functools.partial(step_function)
-    marked.is_step_of_fit = True
-    return own(model, marked)
 
 
 @contextlib.contextmanager

@@ -49,6 +49,9 @@ def main(folder: str) -> None:
     host, run = strategy.cluster_resolver.task_id, int(os.environ[worker.RESTART_COUNT])
     if run == 0:
         _train(strategy, pathlib.Path(folder, f"undisturbed-{host}.npz"))
+    if host == 1:  # It trains a model alone, which is none of the hosts' trainings.
+        alone = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "alone"))
+        _train(tfcdo.MirroredStrategy(), pathlib.Path(folder, "alone.npz"), alone)
     backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
 
     def tell(logs: Any) -> None:

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from absl import logging
 
 from tfcdo import checks, keras_internals, log, strategies
-from tfcdo.cluster import protocol
+from tfcdo.cluster import protocol, session
 from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
 from tfcdo.training import step
@@ -148,12 +148,15 @@ class BackupAndRestore(Callback):
         if restored and self._is_chief:
             self._folder.remove_after(self._progress.position)
         self._calls, self._is_due = 0, False
-        self._preemption = preemption.Preemption()
+        _, hosts = training_state.host_of(self.model.distribute_strategy)
+        self._preemption = preemption.Preemption(session.current() if hosts > 1 else None)
         self._preemption.start()
         keras_internals.at_end_of_fit(self.model, self._preemption.stop)
 
     def on_epoch_begin(self, epoch: int, logs: Any = None) -> None:
         """Continues inside the epoch, if it was the epoch of the backup; Keras calls it."""
+        if self._resumed_at is not None:
+            data_order.begin_at(self._orders, self._progress.examples)
         if self._restored is not None:
             progress, steps = self._progress, (self.params or {}).get("steps")
             iterator = None if self._orders else self._iterator  # Else it begins there itself.
@@ -207,11 +210,6 @@ class BackupAndRestore(Callback):
     def on_test_begin(self, logs: Any = None) -> None:
         """Lets a validation begin its data as without a fault; Keras calls it."""
         data_order.begin_at(self._orders, 0)
-
-    def on_test_end(self, logs: Any = None) -> None:
-        """Lets the training begin its data where it resumes, unless it has; Keras calls it."""
-        if self._orders and self._resumed_at is not None:
-            data_order.begin_at(self._orders, self._progress.examples)
 
     def on_epoch_end(self, epoch: int, logs: Any = None) -> None:
         """Makes a backup if it is time to; Keras calls it."""
@@ -346,7 +344,6 @@ class BackupAndRestore(Callback):
                 f"{done.batch}, so that no example is left out or repeated; got {size}"
             )
         self._progress = dataclasses.replace(done, batch_size=size)
-        data_order.begin_at(orders, self._progress.examples)
         keras_internals.at_end_of_fit(self.model, lambda: data_order.begin_at(orders, 0))
         return orders
 

@@ -28,12 +28,11 @@ _signalled = threading.Event()  # This machine is being preempted; for later tra
 class Preemption:
     """Hears notices while a `fit` runs, and says after which of its calls to leave."""
 
-    def __init__(self) -> None:
-        self._session = session.current()
-        self._prefix = f"preemption/{next(_fits)}"
-        cluster = self._session.cluster if self._session else None
-        hosts = len(cluster.tasks) if cluster else 1
-        self._leaving = protocol.Leaving(cluster.index if cluster else 0, hosts)
+    def __init__(self, joined: session.Session | None = None) -> None:
+        self._session = joined  # None for a model that this host trains alone.
+        if joined is not None:
+            self._prefix = f"preemption/{next(_fits)}"
+            self._leaving = protocol.Leaving(joined.cluster.index, len(joined.cluster.tasks))
         self._lock = threading.Lock()  # Guards what this host has begun.
         self._decided = threading.Event()
         self._ended = threading.Event()

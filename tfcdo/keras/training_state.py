@@ -147,8 +147,7 @@ def build(model: keras.Model, header: Mapping[str, Any]) -> None:
         optimizer = keras_internals.optimizers_of(model).get(name)
         if optimizer is not None and max(indices or [0]) < len(weights):
             known = [weights[i] for i in indices or ()]
-            with model.distribute_strategy.scope():
-                keras_internals.build(optimizer, known or model.trainable_variables)
+            keras_internals.build(optimizer, known or model.trainable_variables)
 
 
 def _built(model: keras.Model) -> dict[str, list[int] | None]:

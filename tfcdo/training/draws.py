@@ -49,20 +49,16 @@ def dropout(
     own: Function, inputs: Any, rate: Any, noise_shape: Any = None, seed: Any = None
 ) -> Any:
     """Stands for `dropout`: drops the elements that one device would drop."""
-    shape = tf.shape(inputs) if noise_shape is None else noise_shape
     is_of_rows = noise_shape is None or noise_shape[0] is None
-    first = inputs.shape[0] if is_of_rows else _first(noise_shape)
-    here = _step_of_rows(first, multiples=True)
+    here = _step_of_rows(inputs.shape[0] if is_of_rows else _first(noise_shape), multiples=True)
     # A weight's rows are no examples, also if their number is a multiple.
     if here is None or rate in (0.0, 1.0) or isinstance(inputs, keras.Variable):
         return own(inputs, rate, noise_shape, seed)
     if noise_shape is not None:
         known = tf.shape(inputs)
-        shape = tf.stack([known[i] if n is None else n for i, n in enumerate(noise_shape)])
-    dtype = inputs.dtype
-    drawn = _rows_of(here, tf.raw_ops.StatelessRandomUniformV2, shape, dtype, seed)
-    scale = tf.constant(1 / (1 - rate), dtype)
-    return tf.where(drawn >= tf.convert_to_tensor(rate, dtype), inputs * scale, tf.zeros([], dtype))
+        noise_shape = tf.stack([known[i] if n is None else n for i, n in enumerate(noise_shape)])
+    draw = functools.partial(_rows_of, here, tf.raw_ops.StatelessRandomUniformV2, seed=seed)
+    return tf.nn.experimental.general_dropout(inputs, rate, draw, noise_shape)
 
 
 def uniform(
@@ -139,7 +135,8 @@ def _taken(here: ReplicaStep, draw: Function, shape: Any, *args: Any, **kwargs: 
 
 def _place(here: ReplicaStep, rows: Any, first: int | None) -> tuple[Any, Any]:
     """Returns where this replica's rows begin in the whole batch, and how many this has."""
-    present = here.present_rows
+    known = here.known_rows  # A tensor has at least one: that of a stand-in.
+    present = tf.maximum(here.rows, 1) if known is None else max(known, 1)
     if first is None:  # Others, such as time steps, are equal on all replicas.
         per_row = rows // _as(present, rows)
         per_row = tf.where(per_row * _as(present, rows) == rows, per_row, 0)

@@ -27,15 +27,18 @@ class ReducesStructures:
 
     def run(self, fn: Any, args: Any = (), kwargs: Any = None, options: Any = None) -> Any:
         """Runs a function on each replica."""
-        alone = step.now.host_alone or self.extended.outer is not None
-        with step.during(method=keras_internals.method_of_step(fn), host_alone=alone):
+        with step.during(host_alone=step.now.host_alone or self.extended.outer is not None):
             return super().run(fn, args, kwargs, options)  # type: ignore[misc]
 
     def reduce(self, reduce_op: Any, value: Any, axis: Any = None) -> Any:
         """Reduces a value, or each component of a structure of values."""
         tensorflows = super().reduce  # type: ignore[misc]
 
-        def own(reduce_op: Any, one: Any, axis: Any) -> Any:
+        def reduced(one: Any) -> Any:
+            if statistics.is_averaged(one):
+                # In 64 bits the mean of equal numbers is that number: frozen weights do not change.
+                own = [tf.cast(component.read_value(), tf.float64) for component in one.values]
+                return tf.cast(reduced(tf_internals.per_replica(own)), one.dtype)
             # Keras 3 reduces scalars along axis 0, too. Python's numbers have no shape.
             shape = getattr(tf_internals.components(one)[0], "shape", ())
             if axis is None or tf.TensorShape(shape).rank == 0:
@@ -44,7 +47,6 @@ class ReducesStructures:
             with step.during(steps=step.now.steps or self.extended._steps((), {}, False)):
                 return tensorflows(reduce_op, one, axis=axis)
 
-        reduced = functools.partial(statistics.reduced, own, reduce_op, axis=axis)
         return tf.nest.map_structure(reduced, value)
 
     def gather(self, value: Any, axis: Any) -> Any:

@@ -23,10 +23,9 @@ class Trace:
     """Collects, while a step is traced, the update that is left to do outside of XLA."""
 
     graph: tf.Graph
-    own: updates.Call | None = None
-    optimizer: Any = None
+    apply: Callable[[list[Any]], Any] | None = None  # The update, of gradients.
     gradients: list[Any] | None = None
-    variables: list[Any] | None = None
+    updated: Sequence[Any] = ()  # The variables that it changes.
     ops_before_update: int = 0
     are_losses: Sequence[bool] = ()  # For each result, whether it is one.
 
@@ -34,14 +33,14 @@ class Trace:
         self, own: updates.Call, optimizer: Any, grads: list[Any], variables: list[Any] | None
     ) -> None:
         """Takes the arguments of the step's `updates.apply`."""
-        if self.variables is not None:
+        if self.apply is not None:
             raise _NotCompiledError("it updates variables more than once")
         if tf.compat.v1.get_default_graph() is not self.graph:
             raise _NotCompiledError("it updates in a tf.cond, loop or tf.function")
         if variables is None:
             raise _NotCompiledError("it calls optimizer.apply without variables")
-        self.own, self.optimizer = own, optimizer
-        self.gradients, self.variables = grads, variables
+        self.apply = lambda grads: updates.apply(own, optimizer, grads, variables)
+        self.gradients, self.updated = grads, [*variables, *optimizer.variables]
         self.ops_before_update = len(self.graph.get_operations())
 
 
@@ -126,24 +125,21 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     [trace] = traces
     log.info_once(
         f"jit_compile=True: on each replica XLA compiles {name}"
-        + ("; the all-reduce and the update run outside" if trace.own else "")
+        + ("; the all-reduce and the update run outside" if trace.apply else "")
         + ". Each new shape of a batch is compiled again"
     )
     outputs, gradients = function(*args, **kwargs)
     for one, is_loss in zip(tf.nest.flatten(outputs), trace.are_losses, strict=True):
         if is_loss:
             here.loss(one)
-    if trace.own:
-        updates.apply(trace.own, trace.optimizer, gradients, trace.variables)
+    if trace.apply:
+        trace.apply(gradients)
     return outputs
 
 
 def _check_last_use(function: Any, trace: Trace) -> None:
     """Raises a `_NotCompiledError` if ops after the update use a variable that it changes."""
-    if trace.variables is None:
-        return
-    updated = [*trace.variables, *trace.optimizer.variables]
-    handles = {id(one.handle) for variable in updated for one in running.components(variable)}
+    handles = {id(one.handle) for variable in trace.updated for one in running.components(variable)}
     captured = function.captured_inputs
     inner = function.inputs[len(function.inputs) - len(captured) :]
     changed = {

@@ -90,24 +90,16 @@ def _of_batch(here: step.ReplicaStep, value: Any, reduction: Any) -> Any:
     return here.loss(value if reduction == "sum" else value * here.share(value.dtype))
 
 
-def called(own: Function, loss: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    """Stands for `Loss.__call__`, which a loss function or a metric's function may call, too."""
+def called(own: Function, one: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
+    """Stands for `Loss.__call__` and a metric's `update_state`: functions that may call a loss."""
     here = step.current_several()
     if here is None:
-        return own(loss, y_true, y_pred, sample_weight)
-    inner = _of_inner(here, y_pred, sample_weight, loss.reduction)
+        return own(one, y_true, y_pred, sample_weight)
+    reduction = one.reduction if isinstance(one, keras.losses.Loss) else "mean"
+    inner = _of_inner(here, y_pred, sample_weight, reduction)
     with step.changed(of_inner=inner, reports=False):  # A loss may update metrics of its own.
-        part = own(loss, y_true, y_pred, sample_weight)
+        part = own(one, y_true, y_pred, sample_weight)
     return here.of_inner(part) if here.of_inner and id(part) in here.losses else part
-
-
-def wrapped(own: Function, metric: Any, y_true: Any, y_pred: Any, sample_weight: Any = None) -> Any:
-    """Stands for `MeanMetricWrapper.update_state`."""
-    here = step.current_several()
-    if here is None:
-        return own(metric, y_true, y_pred, sample_weight)
-    with step.changed(of_inner=_of_inner(here, y_pred, sample_weight, "mean")):
-        return own(metric, y_true, y_pred, sample_weight)
 
 
 def _of_inner(here: step.ReplicaStep, y_pred: Any, sample_weight: Any, reduction: Any) -> Any:

@@ -51,7 +51,6 @@ def extensions() -> Iterator[keras_internals.Extension]:
     trainer = keras_internals.Trainer
     for name in ("train", "test", "predict"):
         yield trainer, f"make_{name}_function", functools.partial(_make, name)
-    yield trainer, "_make_function", keras_internals.mark_step
     yield trainer, "_maybe_symbolic_build", _symbolic_build
     yield trainer, "fit", _fit
     yield keras.callbacks.CallbackList, "on_epoch_end", _end_epoch
@@ -84,7 +83,7 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield keras_internals.CompileLoss, "call", losses.compiled
     yield keras_internals.COMPILE_UTILS, "get_loss", losses.resolved
     yield keras.losses.Loss, "__call__", losses.called
-    yield keras.metrics.MeanMetricWrapper, "update_state", losses.wrapped
+    yield keras.metrics.MeanMetricWrapper, "update_state", losses.called
     yield tf.nn, "compute_average_loss", losses.of_rows
     yield keras.Model, "compute_loss", losses.computed
     for distiller in keras_internals.DISTILLERS:
@@ -198,15 +197,24 @@ def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
 def _add_slot(
     own: Function, optimizer: Any, reference_variable: Any, name: Any = None, *args: Any, **kw: Any
 ) -> Any:
-    extended, device = _extended_of(optimizer), None
+    extended = _extended_of(optimizer)
+    scope: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
     if extended is not None and not keras_internals.is_overwritten(reference_variable):
         if name == "gradient_accumulator" and keras_internals.accumulates_parts(optimizer):
-            return keras_internals.accumulator_like(optimizer, reference_variable)
+            scope = tf.variable_creator_scope(_make_parts)
         # SwapEMAWeights swaps a variable with its moving average, so both are on all devices.
-        if extended.shard_optimizer_state and name != "average":
+        elif extended.shard_optimizer_state and name != "average":
             device = updates.device_of_slots(extended, reference_variable)
-    with tf_internals.plain_variables(device) if device else contextlib.nullcontext():
+            scope = tf_internals.plain_variables(device) if device else scope
+    with scope:
         return own(optimizer, reference_variable, name, *args, **kw)
+
+
+def _make_parts(make: Function, **options: Any) -> tf.Variable:
+    """Makes a variable of which each replica has its own part, such as accumulated gradients."""
+    options["synchronization"] = tf.VariableSynchronization.ON_READ
+    options["aggregation"] = tf.VariableAggregation.SUM
+    return make(**options)
 
 
 def _symbolic_build(
@@ -258,8 +266,9 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
     """Begins `fit` and the like once all hosts do; an error if they call it in different ways."""
     # Parts of unlike batches fit together, but are not one batch's.
     joined = _session_of(model.distribute_strategy)
-    if joined is None:
-        yield
+    if joined is None:  # A callback may train another model, which is this host's.
+        with step.during(session=None):
+            yield
         return
     function = getattr(model, f"{_STEP_OF[own.__name__]}_function")
     if isinstance(function, alike.CheckedFunction):
@@ -282,12 +291,10 @@ def _with_other_hosts(own: Function, model: Any, args: Any, kwargs: Any) -> Iter
 def _end_epoch(own: Function, callbacks: Any, *args: Any, **kwargs: Any) -> None:
     """Ends the training of all hosts where a callback of one host does, such as by its clock."""
     own(callbacks, *args, **kwargs)
-    model = callbacks.model
-    strategy = model.distribute_strategy
-    # A callback may train another model, which is this host's.
-    if step.now.session is not None and _session_of(strategy) is not None:
-        stops = strategy.extended.numbers_of_hosts(int(model.stop_training))
-        model.stop_training = any(stops)
+    if step.now.session is not None:
+        model = callbacks.model
+        extended = model.distribute_strategy.extended
+        model.stop_training = any(extended.numbers_of_hosts(int(model.stop_training)))
 
 
 def _session_of(strategy: Any) -> session.Session | None:
@@ -397,6 +404,8 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
             function = functools.partial(_run_settled, function, model)
         if extended.outer is not None and name == "train":  # What a step returns is this host's.
             function = step.during(host_alone=True)(function)
+        # An own loop may run a model's `train_step`, too.
+        function = step.during(method="predict" if name == "predict" else "fit")(function)
         if extended.checks_in_sync:
             function = alike.CheckedFunction(function, model, name)
         setattr(model, f"{name}_function", function)

@@ -28,27 +28,17 @@ class OwnVariable(tf_internals.SyncOnReadVariable):
 
     is_shared = False  # Whether all replicas assign the same number, examples or not.
 
-    def assign(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Assigns a value, of this replica or of all."""
-        return super().assign(self._or(value, self.read_value), *args, **kwargs)
-
-    def assign_add(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Adds a value, of this replica or of all."""
-        return super().assign_add(self._or(value, self._zeros), *args, **kwargs)
-
-    def assign_sub(self, value: Any, *args: Any, **kwargs: Any) -> Any:
-        """Subtracts a value, of this replica or of all."""
-        return super().assign_sub(self._or(value, self._zeros), *args, **kwargs)
-
-    def _zeros(self) -> tf.Tensor:
-        return tf.zeros([], self.dtype)
-
-    def _or(self, value: Any, instead: Callable[[], tf.Tensor]) -> Any:
-        """Returns a value, or one that changes nothing where a step has no examples here."""
+    def _assign(self, method: str, value: Any, *args: Any, **kw: Any) -> Any:
+        """Assigns, adds or subtracts a value, of this replica or of all."""
         has_rows = self._note_write()
-        if has_rows is None:
-            return value
-        return tf.where(has_rows, tf.cast(value, self.dtype), instead())
+        if has_rows is not None:  # Without examples nothing changes.
+            instead = self.read_value() if method == "assign" else tf.zeros([], self.dtype)
+            value = tf.where(has_rows, tf.cast(value, self.dtype), instead)
+        return getattr(super(), method)(value, *args, **kw)
+
+    assign = functools.partialmethod(_assign, "assign")
+    assign_add = functools.partialmethod(_assign, "assign_add")
+    assign_sub = functools.partialmethod(_assign, "assign_sub")
 
     def _note_write(self) -> Any:
         """Notes a write; returns whether this replica has examples, None if it writes anyway."""
@@ -115,16 +105,6 @@ def is_summed(value: Any) -> bool:
     """Tells whether a value is a variable for which replicas' values are summed when written."""
     sums = getattr(value, "aggregation", None) == tf.VariableAggregation.SUM
     return bool(sums and value.synchronization != tf.VariableSynchronization.ON_READ)
-
-
-def reduced(reduce: Callable[..., Any], reduce_op: Any, value: Any, axis: Any) -> Any:
-    """Reduces a value by a strategy's method: a variable that `is_averaged` in 64 bits."""
-    if not is_averaged(value):
-        return reduce(reduce_op, value, axis)
-    # There the mean of equal numbers is that number: weights of a frozen layer stay as they are.
-    own = [tf.cast(component.read_value(), tf.float64) for component in value.values]
-    result = reduce(reduce_op, tf_internals.per_replica(own), axis=axis)
-    return tf.cast(result, value.dtype)
 
 
 def adopt(extended: Any, steps: Sequence[step.ReplicaStep]) -> None:

@@ -116,12 +116,6 @@ class ReplicaStep:
         """Returns a result whose mean over the replicas Keras takes: for a loss, the sum."""
         return value * self.replicas if id(value) in self.losses else value
 
-    @property
-    def present_rows(self) -> Any:
-        """Returns the number of rows of this replica's tensors, which may be a stand-in's."""
-        known = self.known_rows
-        return tf.maximum(self.rows, 1) if known is None else max(known, 1)
-
     def with_stand_in(self, values: Any, stand_ins: Sequence[Any]) -> Any:
         """Returns tensors of rows, or the stand-in of each on a replica without examples."""
         flat = tf.nest.flatten(values)

@@ -97,16 +97,15 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     known = keras_internals.trainable_variables(optimizer) if variables is None else variables
     if len(grads) != len(known):
         return own(optimizer, grads, variables)  # Keras raises the error.
-    leaves = keras_internals.leaves(optimizer)
-    shards = strategy.extended.shard_optimizer_state
-    if not shards and not any(map(keras_internals.accumulates_parts, leaves)):
+    if not _divided(optimizer):
         sums = context.merge_call(
             lambda strategy, grads: _summed(strategy, unified(strategy, grads, known), known),
             [grads],
         )
         with step.changed(alone=True, counts_after=step.last_of(sums)):
             return own(optimizer, sums, variables)
-    if leaves != [optimizer]:  # Its parts come here again, each with gradients of its own.
+    if keras_internals.leaves(optimizer) != [optimizer]:
+        # Its parts come here again, each with gradients of its own.
         return own(optimizer, grads, variables)
     context.merge_call(lambda strategy, grads: _update(strategy, optimizer, grads, known), [grads])
     return optimizer.iterations
