@@ -409,8 +409,7 @@ class ExactTest(BackupTestCase):
         error = tf.errors.DeadlineExceededError(None, None, "no answer")
         store = mock.Mock(**{"get.return_value": None, "set.side_effect": error})
         joined = mock.Mock(store=store, **{"cluster.tasks": "ab", "cluster.index": 1})
-        with mock.patch.object(session, "_current", joined):
-            leaving = preemption.Preemption()
+        leaving = preemption.Preemption(joined)
         preemption._signalled.set()
         leaving._decided.set()  # Else a host that catches the error waits without end.
         self.assertRaisesRegex(type(error), "no answer", leaving.may_begin, 1)

@@ -138,10 +138,11 @@ def _channel(peer: socket.socket) -> Connection:
     seconds = struct.pack("ll", _MESSAGE_SECONDS, 0)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, seconds)
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, seconds)
-    # A machine that is gone says nothing, and another one may have its address by now.
+    # A machine that is gone says nothing, and another one may have its address by now: 30 s.
     peer.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
-    for option in (socket.TCP_KEEPIDLE, socket.TCP_KEEPINTVL, socket.TCP_KEEPCNT):
-        peer.setsockopt(socket.IPPROTO_TCP, option, _MESSAGE_SECONDS)
+    options = {socket.TCP_KEEPIDLE: 5, socket.TCP_KEEPINTVL: 5, socket.TCP_KEEPCNT: 5}
+    for option, value in options.items():
+        peer.setsockopt(socket.IPPROTO_TCP, option, value)
     peer.setblocking(True)  # Python's own time-outs are of no use to others.
     return Connection(peer.detach())
 
