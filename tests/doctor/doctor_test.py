@@ -5,9 +5,12 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import pickle
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -234,6 +237,12 @@ class ProbesTest(absltest.TestCase):
             self.assertLen(probes.ask("machine", count=3).examined, 3)
             self.assertEqual(probes.ask("pair", source=2, target=0), Check())
         self.assertEqual((versions.tensorflow, versions.problem), (tf.__version__, ""))
+
+    def test_a_file_in_the_current_folder_is_not_imported(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "numpy.py").write_text("raise SystemExit('a file of the user')")
+            command, nothing = examination.Probes._command, subprocess.DEVNULL
+            subprocess.run(command, stdin=nothing, cwd=folder, check=True, timeout=300)
 
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))

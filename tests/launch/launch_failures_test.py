@@ -2,8 +2,10 @@
 
 import io
 import os
+import pathlib
 import signal
 import subprocess
+import tempfile
 from unittest import mock
 
 import psutil
@@ -18,6 +20,7 @@ class FailureTest(LaunchTestCase):
     def test_all_end_with_the_status_of_the_first_that_failed(self):
         result = self.launch(
             *("--workers", "3", "train.py"),
+            PYTHONWARNINGS="error::ResourceWarning",  # A file that is not closed is a line.
             script=f"""
             def end(*_):
                 print("failed", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
@@ -175,12 +178,14 @@ while True: time.sleep(0.1)
 
     @parameterized.parameters("launcher", "guard")
     def test_the_launcher_or_a_guard_is_killed(self, victim: str):
-        process = self.start_family(then="while True: time.sleep(0.1)")
+        temporary = self.enter_context(tempfile.TemporaryDirectory())
+        process = self.start_family(then="while True: time.sleep(0.1)", TMPDIR=temporary)
         if victim == "launcher":
             process.kill()
         else:
             psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
         self.check_end(process, -signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
+        self.wait_until(lambda: not [*pathlib.Path(temporary).iterdir()])
 
 
 if __name__ == "__main__":
