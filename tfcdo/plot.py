@@ -8,7 +8,7 @@ import itertools
 import math
 import os
 import textwrap
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import matplotlib
@@ -76,7 +76,10 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     rows = max(1, round(math.sqrt(len(shown) / 2)))
     columns = max(3, math.ceil(len(shown) / rows))
     widths = (4.8, 1.4 * columns)
-    figure = _make_figure(sum(widths), max(5.2, 1.55 * rows + 0.8), title)
+    size = sum(widths), max(5.2, 1.55 * rows + 0.8)
+    figure = Figure(figsize=size, layout="constrained", facecolor="white")
+    wrapped = textwrap.fill(title, round(_LETTERS_PER_INCH * sum(widths)))
+    figure.suptitle(wrapped, fontsize=14, fontweight="bold", parse_math=False)
     areas: Any = figure.subfigures(1, 2, width_ratios=widths)
     left, right = areas
     name = f"{topology.name}: {format_count(topology.num_devices, 'device')}"
@@ -87,8 +90,10 @@ def draw_trees(plan: Plan, topology: Topology, title: str = "") -> Figure:
     for place, (tree, packs) in enumerate(shown, 1):
         axes = right.add_subplot(rows, columns, place)
         _draw_tree(axes, tree, topology, positions, colors[tree.root])
-        size = sum(plan.packs[index].num_sent_bytes for index in packs)
-        axes.set_title(f"{_name_packs(packs)}\n{format_bytes(size)}", fontsize=8)
+        num_bytes = sum(plan.packs[index].num_sent_bytes for index in packs)
+        names = ", ".join(map(str, packs[:3])) + (", ..." if len(packs) > 3 else "")
+        label = f"pack {names}" if len(packs) == 1 else f"packs {names}"
+        axes.set_title(f"{label}\n{format_bytes(num_bytes)}", fontsize=8)
     trees = format_count(len(groups), "copy tree")
     more = f", {len(shown)} of them shown" if len(shown) < len(groups) else ""
     right.suptitle(f"{trees}{more}: arrows up to the root", fontsize=12)
@@ -131,14 +136,6 @@ def _fix_layout(figure: Figure) -> None:
         axes.set_position((round(left, 6), round(bottom, 6), round(width, 6), round(height, 6)))
 
 
-def _make_figure(width: float, height: float, title: str) -> Figure:
-    """Makes an empty figure."""
-    figure = Figure(figsize=(width, height), layout="constrained", facecolor="white")
-    wrapped = textwrap.fill(title, round(_LETTERS_PER_INCH * width))
-    figure.suptitle(wrapped, fontsize=14, fontweight="bold", parse_math=False)
-    return figure
-
-
 def _device_colors(num_devices: int) -> list[Color]:
     """Chooses a colour for each device."""
     if num_devices <= 8:
@@ -149,11 +146,6 @@ def _device_colors(num_devices: int) -> list[Color]:
         colormap = matplotlib.colormaps["turbo"].resampled(num_devices)
         numbers = [*range(num_devices)]
     return [(red, green, blue) for red, green, blue, _ in map(colormap, numbers)]
-
-
-def _name_packs(packs: Sequence[int]) -> str:
-    names = ", ".join(map(str, packs[:3])) + (", ..." if len(packs) > 3 else "")
-    return f"pack {names}" if len(packs) == 1 else f"packs {names}"
 
 
 def _draw_tree(

@@ -180,7 +180,8 @@ class SaveTest(parameterized.TestCase):
 
     def test_a_long_title_is_not_clipped(self):
         title = "auto: packed_trees on measured 3 CPU devices of " + "x " * 60
-        figure = plot._make_figure(9, 5, title)
+        machine = preset("pcie", 2)
+        figure = draw_trees(algorithms.make_plan("ring", machine, 10**6), machine, title)
         figure.draw_without_rendering()
         (text,) = [text for text in figure.texts if "measured" in text.get_text()]
         extent = text.get_window_extent()
