@@ -114,7 +114,12 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     """
     path = checks.check_path("path", path, ".svg", ".png")
     checks.check_type("figure", figure, Figure, "tfcdo.plot.draw_trees")
-    _fix_layout(figure)
+    # Laid out to a millionth: the solver's last bits depend on addresses in memory.
+    figure.draw_without_rendering()
+    figure.set_layout_engine("none")
+    for axes in figure.axes:
+        left, bottom, width, height = axes.get_position().bounds
+        axes.set_position((round(left, 6), round(bottom, 6), round(width, 6), round(height, 6)))
     if path.suffix == ".svg":
         for artist in figure.findobj():
             artist.set_clip_on(False)  # Nothing sticks out, and clip paths are named by address.
@@ -125,15 +130,6 @@ def save_figure(figure: Figure, path: str | os.PathLike[str]) -> None:
     figure.savefig(pixels, dpi=_DPI)
     # A palette is enough for lines and a few colours, and a third of the bytes.
     Image.open(pixels).convert("RGB").quantize(256).save(path, optimize=True)
-
-
-def _fix_layout(figure: Figure) -> None:
-    """Lays the figure out, to a millionth: the solver's last bits depend on addresses in memory."""
-    figure.draw_without_rendering()
-    figure.set_layout_engine("none")
-    for axes in figure.axes:
-        left, bottom, width, height = axes.get_position().bounds
-        axes.set_position((round(left, 6), round(bottom, 6), round(width, 6), round(height, 6)))
 
 
 def _device_colors(num_devices: int) -> list[Color]:

@@ -305,25 +305,22 @@ class FindingsTest(absltest.TestCase):
             script=r"\['GPU:0', 'GPU:1'\]",
         )
 
-    def test_a_fit_that_is_incorrect_or_fails(self):
-        self.check(
-            _report(checks={_OURS: Check("loss is nan instead of 2"), _THEIRS: _HANGS}),
-            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
-            "the copies above; if all are correct, ",
-            f"note: metrics of fit under {_THEIRS} fail: .* -> use tfcdo.MirroredStrategy$",
-        )
-
-    def test_classes_that_are_wrong_or_fail(self):
+    def test_classes_and_fits_that_are_wrong_or_fail(self):
         checks = {
             "tfcdo.NcclAllReduce": _HANGS,
             "tfcdo.AutoAllReduce": Check("5 of 8 elements"),
             "tf.ReductionToOneDevice": Failure("ValueError: no"),
+            _OURS: Check("loss is nan instead of 2"),
+            _THEIRS: _HANGS,
         }
         self.check(
             _report(checks=checks),
             "wrong: tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements ->",
             "note: tf.ReductionToOneDevice sums fail: ValueError: no ->",
             "wrong: tfcdo.NcclAllReduce sums fail: no end within 15 s ->",
+            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
+            "the copies above; if all are correct, ",
+            f"note: metrics of fit under {_THEIRS} fail: .* -> use tfcdo.MirroredStrategy$",
             script=r"=tfcdo.HierarchicalCopyAllReduce\(\)",
         )
 

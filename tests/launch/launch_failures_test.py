@@ -2,10 +2,8 @@
 
 import io
 import os
-import pathlib
 import signal
 import subprocess
-import tempfile
 from unittest import mock
 
 import psutil
@@ -178,14 +176,13 @@ while True: time.sleep(0.1)
 
     @parameterized.parameters("launcher", "guard")
     def test_the_launcher_or_a_guard_is_killed(self, victim: str):
-        temporary = self.enter_context(tempfile.TemporaryDirectory())
-        process = self.start_family(then="while True: time.sleep(0.1)", TMPDIR=temporary)
+        process = self.start_family(then="while True: time.sleep(0.1)", TMPDIR=str(self.folder))
         if victim == "launcher":
             process.kill()
         else:
             psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
         self.check_end(process, -signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
-        self.wait_until(lambda: not [*pathlib.Path(temporary).iterdir()])
+        self.wait_until(lambda: not [*self.folder.glob("tfcdo-launch-*")])
 
 
 if __name__ == "__main__":
