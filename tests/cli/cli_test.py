@@ -13,7 +13,7 @@ from absl.testing import absltest, parameterized
 
 import tfcdo.version
 from tfcdo import log
-from tfcdo.cli import commands, options
+from tfcdo.cli import commands, main, options
 
 # Runs the command as its console script does, as if a module were not installed.
 _ENTRY = """
@@ -72,6 +72,11 @@ class CommandTest(cli_testing.CommandTestCase):
         with mock.patch.object(commands.LazyGroup, "get_command", return_value=command):
             result = cli_testing.run_tfcdo("failing")
         self.assertEqual((result.status, result.errors), (status, line))
+
+    def test_an_interrupted_start_gets_no_traceback(self):
+        self.enter_context(mock.patch.object(commands, "run", side_effect=KeyboardInterrupt))
+        with self.assertRaisesRegex(SystemExit, "^130$"):
+            main.main()
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")

@@ -5,9 +5,12 @@ import itertools
 import json
 import math
 import os
+import pathlib
 import pickle
 import socket
+import subprocess
 import sys
+import tempfile
 from collections.abc import Sequence
 from typing import Any
 from unittest import mock
@@ -235,6 +238,12 @@ class ProbesTest(absltest.TestCase):
             self.assertEqual(probes.ask("pair", source=2, target=0), Check())
         self.assertEqual((versions.tensorflow, versions.problem), (tf.__version__, ""))
 
+    def test_a_file_in_the_current_folder_is_not_imported(self):
+        with tempfile.TemporaryDirectory() as folder:
+            pathlib.Path(folder, "numpy.py").write_text("raise SystemExit('a file of the user')")
+            command, nothing = examination.Probes._command, subprocess.DEVNULL
+            subprocess.run(command, stdin=nothing, cwd=folder, check=True, timeout=300)
+
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))
 _VERSIONS = examination.Versions("0.1.0", "3.12.1", tensorflow="2.21.0")
@@ -296,25 +305,22 @@ class FindingsTest(absltest.TestCase):
             script=r"\['GPU:0', 'GPU:1'\]",
         )
 
-    def test_a_fit_that_is_incorrect_or_fails(self):
-        self.check(
-            _report(checks={_OURS: Check("loss is nan instead of 2"), _THEIRS: _HANGS}),
-            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
-            "the copies above; if all are correct, ",
-            f"note: metrics of fit under {_THEIRS} fail: .* -> use tfcdo.MirroredStrategy$",
-        )
-
-    def test_classes_that_are_wrong_or_fail(self):
+    def test_classes_and_fits_that_are_wrong_or_fail(self):
         checks = {
             "tfcdo.NcclAllReduce": _HANGS,
             "tfcdo.AutoAllReduce": Check("5 of 8 elements"),
             "tf.ReductionToOneDevice": Failure("ValueError: no"),
+            _OURS: Check("loss is nan instead of 2"),
+            _THEIRS: _HANGS,
         }
         self.check(
             _report(checks=checks),
             "wrong: tfcdo.AutoAllReduce sums are incorrect: 5 of 8 elements ->",
             "note: tf.ReductionToOneDevice sums fail: ValueError: no ->",
             "wrong: tfcdo.NcclAllReduce sums fail: no end within 15 s ->",
+            f"wrong: metrics of fit under {_OURS} are incorrect: loss is nan instead of 2 -> see "
+            "the copies above; if all are correct, ",
+            f"note: metrics of fit under {_THEIRS} fail: .* -> use tfcdo.MirroredStrategy$",
             script=r"=tfcdo.HierarchicalCopyAllReduce\(\)",
         )
 

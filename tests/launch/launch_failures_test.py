@@ -18,6 +18,7 @@ class FailureTest(LaunchTestCase):
     def test_all_end_with_the_status_of_the_first_that_failed(self):
         result = self.launch(
             *("--workers", "3", "train.py"),
+            PYTHONWARNINGS="error::ResourceWarning",  # A file that is not closed is a line.
             script=f"""
             def end(*_):
                 print("failed", os.path.exists(os.environ["{worker.FAILURE_FILE}"]))
@@ -177,12 +178,13 @@ while True: time.sleep(0.1)
 
     @parameterized.parameters("launcher", "guard")
     def test_the_launcher_or_a_guard_is_killed(self, victim: str):
-        process = self.start_family(then="while True: time.sleep(0.1)")
+        process = self.start_family(then="while True: time.sleep(0.1)", TMPDIR=str(self.folder))
         if victim == "launcher":
             process.kill()
         else:
             psutil.Process(self.read_pid("worker0")).parent().kill()  # type: ignore[union-attr]
         self.check_end(process, -signal.SIGKILL if victim == "launcher" else 128 + signal.SIGKILL)
+        self.wait_until(lambda: not [*self.folder.glob("tfcdo-launch-*")])
 
 
 if __name__ == "__main__":

@@ -63,7 +63,8 @@ def run(
         "tf": "tf.distribute.MultiWorkerMirroredStrategy",
         ALONE: ALONE,
     }
-    program = "-m", "tfcdo.bench.hosts", str(num_devices), str(num_blocks)
+    # A file, not -m, which would import files of the current folder.
+    program = __file__, str(num_devices), str(num_blocks)
     with start_hosts(opened, num_workers, *program) as pool:
         gradient_bytes, *_ = pool.call("gradient_bytes", _TIMEOUT)
 

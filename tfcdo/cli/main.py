@@ -14,6 +14,9 @@ def main() -> None:
         from tfcdo.cli import commands
 
         sys.exit(commands.run(sys.argv[1:]))
+    except KeyboardInterrupt:  # While packages are imported.
+        print("tfcdo: interrupted", file=sys.stderr)
+        sys.exit(130)
     except ModuleNotFoundError as error:
         package = (error.name or "").partition(".")[0]
         if package not in _EXTRAS:

@@ -6,6 +6,7 @@ import contextlib
 import dataclasses
 import itertools
 import os
+import pathlib
 import socket
 import sys
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -125,7 +126,8 @@ class Report:
 class Probes(contextlib.ExitStack):
     """Keeps one probe running: after one that hung or ended, the next question starts another."""
 
-    _command = (sys.executable, "-m", "tfcdo.doctor.probe")
+    # Not by -m, which would import a file of the current folder named as a module.
+    _command = (sys.executable, str(pathlib.Path(__file__).with_name("probe.py")))
     _pool: worker_pool.WorkerPool | None = None
 
     def __init__(self, count: int | None) -> None:

@@ -10,7 +10,9 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pathlib
 import select
+import shutil
 import signal
 import subprocess
 import sys
@@ -92,9 +94,12 @@ def main(end: str, command: Sequence[str]) -> int:
                 # Not reaped yet, so its number is still its own.
                 os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
-    with contextlib.suppress(OSError):  # The launcher is gone.
+    try:
         writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)
         os.write(writer, f"{status} {time.monotonic()}\n".encode())
+    except OSError:  # The launcher is gone, and has left the pipe's folder.
+        shutil.rmtree(pathlib.Path(end).parent, ignore_errors=True)
+    worker.wait()
     end_descendants()
     return status
 

@@ -178,8 +178,8 @@ class Process:
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
         ]
-        waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
-        for thread in (*self._readers, *waiters):
+        self._waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
+        for thread in (*self._readers, *self._waiters):
             thread.start()
 
     def send(self, number: int) -> None:
@@ -200,7 +200,11 @@ class Process:
 
     def close(self) -> None:
         """Waits for the guard, which ends when nothing is left that its worker has started."""
-        self._guard.wait()
+        for waiter in self._waiters:
+            waiter.join()
+        self._end.close()
+        assert self._guard.stdin
+        self._guard.stdin.close()
         self._folder.cleanup()
 
     def _wait(self) -> None:
@@ -229,6 +233,7 @@ class Process:
                 with pathlib.Path(os.devnull).open("wb") as nowhere:
                     os.dup2(nowhere.fileno(), printed.fileno())
                 self._events.put(error)
+        stream.close()
 
 
 def report(message: str) -> None:
