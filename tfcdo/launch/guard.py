@@ -94,13 +94,13 @@ def main(end: str, command: Sequence[str]) -> int:
                 # Not reaped yet, so its number is still its own.
                 os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
-    try:
+    with contextlib.suppress(OSError):  # The launcher is gone.
         writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)
         os.write(writer, f"{status} {time.monotonic()}\n".encode())
-    except OSError:  # The launcher is gone, and has left the pipe's folder.
-        shutil.rmtree(pathlib.Path(end).parent, ignore_errors=True)
     worker.wait()
     end_descendants()
+    if sys.stdin.fileno() not in sources:  # The launcher is gone, and its pipe's folder is left.
+        shutil.rmtree(pathlib.Path(end).parent, ignore_errors=True)
     return status
 
 
