@@ -121,6 +121,14 @@ class OuterState(tf.Module):
                 self._exchange_now(fragment)
         self.begin_again()
 
+    def unite(self, averages: Sequence[Any]) -> None:
+        """Gives all hosts the mean of their moving averages, from which all begin again."""
+        for average in averages:
+            own = tf_internals.per_replica([one.read_value() for one in components(average)])
+            mean = self._strategy.extended.reduce_to("MEAN", own, own)  # Alone, so it is exact.
+            step.assign(average, tf_internals.components(mean))
+        self.begin_again()
+
     def begin_again(self) -> None:
         """Notes that all hosts have the same parameters."""
         for variable in (self.steps, self.examples):
