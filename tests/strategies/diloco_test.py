@@ -192,7 +192,8 @@ class _Host:
     """Adam and a dense layer, on a part of each batch, in 64 bits."""
 
     def __init__(self, parameters, accumulated):
-        self.values = self.averages = [one.astype(np.float64) for one in parameters]
+        self.values = [one.astype(np.float64) for one in parameters]
+        self.averages = self.values[:]
         self._accumulated, self._gradients, self._updates = accumulated, [], 0
         self._moments = [np.zeros([2, *one.shape]) for one in parameters]
 
@@ -209,9 +210,8 @@ class _Host:
             mean += 0.1 * (gradient - mean)
             square += 0.001 * (gradient**2 - square)
             self.values[at] = self.values[at] - rate * mean / (np.sqrt(square) + 1e-3)
-        weight = 0.5 if self._updates > 1 else 1.0
-        averages = zip(self.averages, self.values, strict=True)
-        self.averages = [one + weight * (value - one) for one, value in averages]
+            own = 0.5 if self._updates > 1 else 1.0
+            self.averages[at] = (1 - own) * self.averages[at] + own * self.values[at]
         self._gradients.clear()
 
 

@@ -37,7 +37,7 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield keras_internals.BaseOptimizer, "__init__", _init_optimizer
     yield keras_internals.BaseOptimizer, "build", _build_optimizer
     yield keras_internals.BaseOptimizer, "_use_weight_decay", updates.use_weight_decay
-    yield keras_internals.BaseOptimizer, "finalize_variable_values", _finalize
+    yield keras_internals.BaseOptimizer, "finalize_variable_values", diloco.finalize
     yield keras.optimizers.LossScaleOptimizer, "check_finite", updates.finite
     optimizer = keras_internals.TFOptimizer
     yield optimizer, "_all_reduce_sum_gradients", updates.already_summed
@@ -194,13 +194,6 @@ def _in_scope(own: Function, optimizer: Any, *args: Any, **kwargs: Any) -> None:
                 stack.enter_context(strategy.scope())
             stack.enter_context(tf.variable_creator_scope(_make_variable))
         own(optimizer, *args, **kwargs)
-
-
-def _finalize(own: Function, optimizer: Any, var_list: Any) -> Any:
-    """Gives weights their moving averages, as `fit` does at its end: on all hosts the same."""
-    for state in diloco.states_of(optimizer) if optimizer.use_ema else ():
-        state.unite(keras_internals.averages(optimizer, state.trained))
-    return own(optimizer, var_list)
 
 
 def _add_slot(
