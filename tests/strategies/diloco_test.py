@@ -103,6 +103,11 @@ def scaled(strategy: Any) -> dict[str, np.ndarray]:
     return _train(other, lambda: ko.LossScaleOptimizer(_adam(gradient_accumulation_steps=2), 16.0))
 
 
+def averaged(strategy: Any) -> dict[str, np.ndarray]:
+    """Ends with an exchange, and with the weights' moving averages."""
+    return _train(_outer(strategy, 4), functools.partial(_adam, use_ema=True, ema_momentum=0.5))
+
+
 def _resumed(folder: str, train: Any) -> dict[str, np.ndarray]:
     """Trains, and again with other objects from two steps after an exchange."""
     backup = functools.partial(tfcdo.keras.BackupAndRestore, folder, delete_checkpoint=False)
@@ -188,6 +193,7 @@ class _Host:
 
     def __init__(self, parameters, accumulated):
         self.values = [one.astype(np.float64) for one in parameters]
+        self.averages = self.values[:]
         self._accumulated, self._gradients, self._updates = accumulated, [], 0
         self._moments = [np.zeros([2, *one.shape]) for one in parameters]
 
@@ -204,11 +210,13 @@ class _Host:
             mean += 0.1 * (gradient - mean)
             square += 0.001 * (gradient**2 - square)
             self.values[at] = self.values[at] - rate * mean / (np.sqrt(square) + 1e-3)
+            own = 0.5 if self._updates > 1 else 1.0
+            self.averages[at] = (1 - own) * self.averages[at] + own * self.values[at]
         self._gradients.clear()
 
 
 def _simulate(every, fragments=(0, 0), accumulated=1, later=0.7):
-    """Returns the common parameters after the first epoch, and at the end."""
+    """Returns the common parameters after the first epoch, and at the end; and averages."""
     common = [one.astype(np.float64) for one in model_with("sgd").get_weights()]
     velocity = [np.zeros_like(one) for one in common]
     hosts = [_Host(common, accumulated) for _ in range(2)]
@@ -250,18 +258,19 @@ def _simulate(every, fragments=(0, 0), accumulated=1, later=0.7):
     for fragment in range(count):
         if last[fragment] < done:
             exchange(fragment, *state())
-    return after_epoch, common
+    averages = [np.mean(of_hosts, 0) for of_hosts in zip(*(host.averages for host in hosts))]
+    return after_epoch, common, averages
 
 
 class DiLoCoTest(tf.test.TestCase):
     def test_two_hosts(self):
         names = ["alone", "fragments", "scaled", "int8", "two_optimizers", "own_loop"]
-        names.append("other_weights")
+        names += ["averaged", "other_weights"]
         results, _ = clusters.run_scenarios(2, __file__, 2, names, _TIMEOUT)
         for name, hosts in results.items():
             with self.subTest(f"all replicas hold the same: {name}"):
                 self.check_same(hosts)
-        after_epoch, expected = _simulate(3)
+        after_epoch, expected, _ = _simulate(3)
         with self.subTest("what is read in between is what all hosts have"):
             for at, common in enumerate(after_epoch):
                 for name in ("read", "saved"):
@@ -277,6 +286,7 @@ class DiLoCoTest(tf.test.TestCase):
             ("own_loop", expected),
             ("fragments", _simulate(4, fragments=(0, 1), later=0.35)[1]),
             ("scaled", _simulate(3, accumulated=2)[1]),
+            ("averaged", _simulate(4)[2]),
         ):
             with self.subTest(name):
                 self.check_weights(simulated, results[name][0], 1e-6)

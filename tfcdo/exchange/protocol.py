@@ -82,7 +82,7 @@ class Peers(Protocol):
     size: int
 
     def all_reduce(self, tensor: Any) -> Any:
-        """Adds up the hosts' tensors; the sum of 16-bit floats is a float32."""
+        """Adds up the hosts' tensors: 16-bit floats as float32s; short ints are sent as int32s."""
 
     def all_to_all(self, rows: Any) -> Any:
         """Sends row `h` of a tensor to host `h`; returns the rows that arrive, in their order."""

@@ -42,6 +42,7 @@ class OuterState(tf.Module):
         self.trained = tuple(variables)  # Between two exchanges each host has its own.
         sizes = [one.shape.num_elements() * one.value.dtype.size for one in self.trained]
         self.fragments = deal_owners(sizes, settings.fragments)
+        self.all_fragments = sorted(set(self.fragments))
         self.overlaps = settings.fragments > 1  # Exchanges run while the next step is computed.
         # Parameters of the last exchange, once steps have followed it; equal on all hosts.
         self.common = [
@@ -89,7 +90,7 @@ class OuterState(tf.Module):
         done = components(self.steps)[0].read_value()
         tf.cond(tf.equal(done, 0), lambda: _copy(self.trained, self.common), lambda: None)
         begun: dict[int, Any] = {}
-        for fragment in self._all_fragments() if self.overlaps else ():
+        for fragment in self.all_fragments if self.overlaps else ():
             is_due = tf.logical_and(done > 0, self._is_due(done, fragment))
             meet = functools.partial(self._meet, fragment)
             nothing = functools.partial(self._nothing, fragment)
@@ -104,7 +105,7 @@ class OuterState(tf.Module):
             with tf.device(component.device):
                 component.assign_add(tf.fill(component.shape, tf.cast(rows, tf.int64)))
         done = components(self.steps)[0].read_value()
-        for fragment in self._all_fragments():
+        for fragment in self.all_fragments:
             if self.overlaps:
                 is_due, (means, sent) = begun[fragment]
                 update = functools.partial(self._update, fragment, means, sent, rows)
@@ -116,7 +117,7 @@ class OuterState(tf.Module):
     def finish(self) -> None:
         """Exchanges all that hosts have trained since the last exchange."""
         done = self.num_steps
-        for fragment in self._all_fragments() if done else ():
+        for fragment in self.all_fragments if done else ():
             if self.overlaps or not self._is_due(done, fragment):
                 self._exchange_now(fragment)
         self.begin_again()
@@ -126,9 +127,6 @@ class OuterState(tf.Module):
         for variable in (self.steps, self.examples):
             parts = components(variable)
             step.assign(variable, [tf.zeros_like(part) for part in parts])
-
-    def _all_fragments(self) -> list[int]:
-        return sorted(set(self.fragments))
 
     def _is_due(self, done: Any, fragment: int) -> Any:
         """Returns whether a fragment is exchanged after `done` steps, at least one."""
@@ -154,17 +152,16 @@ class OuterState(tf.Module):
         counts = step.of_host(examples, devices)
         with step.during(host_alone=False):
             total = extended.reduce_to(SUM, counts, counts)
-        with tf.device(devices[0]):
-            # A host counts by its examples, so that each example counts the same.
-            of_all = tf_internals.components(total)[0]
-            share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
-            own = [components(one)[0].read_value() for one in trained]
-            changes = [
-                (components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
-                for before, now in zip(common, own, strict=True)
-            ]
-        differences = [step.of_host(change, devices) for change in changes]
-        with step.during(host_alone=False):
+            with tf.device(devices[0]):
+                # A host counts by its examples, so that each example counts the same.
+                of_all = tf_internals.components(total)[0]
+                share = tf.math.divide_no_nan(*(tf.cast(n, tf.float64) for n in (examples, of_all)))
+                own = [components(one)[0].read_value() for one in trained]
+                changes = [
+                    (components(before)[0].read_value() - now) * tf.cast(share, now.dtype)
+                    for before, now in zip(common, own, strict=True)
+                ]
+            differences = [step.of_host(change, devices) for change in changes]
             paths = [one.path for one in trained]
             means = extended._cross_device_ops.sum_gradients(differences, paths, devices).sums
         return [tf_internals.components(mean)[0] for mean in means], own
@@ -250,6 +247,18 @@ def build(strategy: tf.distribute.Strategy, leaf: Any, variables: Sequence[Any])
         setattr(leaf, _STATE, state)
         # Keras's `build` tracks nothing.
         leaf._track_trackable(state, _STATE, overwrite=True)
+
+
+def finalize(own: Callable[..., Any], optimizer: Any, var_list: Any) -> Any:
+    """Gives weights their moving averages, as `fit` does at its end: the means of all hosts'."""
+    for state in states_of(optimizer) if optimizer.use_ema else ():
+        extended = keras_internals.strategy_of(optimizer).extended
+        for average in keras_internals.averages(optimizer, state.trained):
+            values = tf_internals.per_replica([one.read_value() for one in components(average)])
+            mean = extended.reduce_to("MEAN", values, values)  # Alone, so it is exact.
+            step.assign(average, tf_internals.components(mean))
+        state.begin_again()
+    return own(optimizer, var_list)
 
 
 def is_outer(optimizer: Any) -> bool:
