@@ -177,6 +177,7 @@ class LossesTest(kt.TrainingTestCase):
         (lambda own, y, x: own.compute_loss(None, y, x), []),
         (lambda own, y, x: tf.reduce_mean((y - x) ** 2), ["counts"]),  # As in Keras's VAE.
         (lambda own, y, x: keras.losses.MeanSquaredError()(y, x) + sum(own.losses), ["count"]),
+        (lambda own, y, x: own.compute_loss(None, y, x) + sum(own.layers[1].losses), ["count"]),
     )
     def test_own_train_step_is_told_of_losses_that_are_whole_on_each_replica(self, loss, told):
         """A mean that is not Keras's, and losses of regularizers, as in Keras's guide."""
@@ -185,8 +186,9 @@ class LossesTest(kt.TrainingTestCase):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
                 return loss(self, y, outputs)
 
+        layers = [*kt.dense_layers(), keras.layers.ActivityRegularization(0.1)]
         with kt.strategy_of(2).scope():
-            model = kt.model_of(kt.dense_layers, "sgd", False, "mse", Own)
+            model = kt.model_of(lambda: layers, "sgd", False, "mse", Own)
         with mock.patch.object(log, "warn_once") as warn:
             model.fit(*kt.dense_data(8), verbose=0)
         texts = {verb: f"{verb} 2 times on 2 replicas" for verb in ("counts", "count")}
