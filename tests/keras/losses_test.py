@@ -194,6 +194,17 @@ class LossesTest(kt.TrainingTestCase):
         texts = {verb: f"{verb} 2 times on 2 replicas" for verb in ("counts", "count")}
         self.assertEqual(told, [verb for verb in texts if texts[verb] in str(warn.call_args_list)])
 
+    def test_an_error_of_a_step_that_builds_a_layer(self):
+        class Own(keras.Model):
+            def train_step(self, data: Any) -> Any:
+                raise KeyError(self.dense(data[0]).dtype.name)
+
+        with kt.strategy_of(2).scope():
+            model = Own()
+            model.dense = keras.layers.Dense(1)
+            model.compile("sgd", "mse")
+        self.assertRaisesRegex(KeyError, "float32", model.fit, *kt.dense_data(4), verbose=0)
+
     @parameterized.parameters(True, False)
     def test_losses_of_layers_whose_replicas_meet(self, run_eagerly):
         """Also a loss that Keras has scaled already, as in its guide's `LogisticEndpoint`."""

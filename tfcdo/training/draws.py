@@ -39,7 +39,8 @@ def seed(own: Function, seed: Any) -> Any:
         generator = keras_internals.seed_generator(seed, here.keras_state)
         value = keras_internals.value_of(generator.state)
         # In a `keras.StatelessScope` it is a tensor.
-        if getattr(value, "distribute_strategy", strategy) is not strategy:
+        is_variable = isinstance(value, tf.Variable)
+        if is_variable and getattr(value, "distribute_strategy", None) is not strategy:
             keras_internals.move_here(generator)
     return generator.next(ordered=seed is not None)
 
