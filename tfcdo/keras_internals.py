@@ -362,20 +362,30 @@ def metrics_in_order(model: Any, logs: Mapping[str, Any]) -> Any:
     return model._flatten_metrics_in_order(logs)
 
 
+def _has_own_step(model: Any) -> bool:
+    return any(has_own(model, name, Trainer) for name in ("train_step", "test_step"))
+
+
+def is_built_by_step(model: Any) -> bool:
+    """Returns whether a model has layers that only a step of the user's builds."""
+    return _has_own_step(model) and not all(one.built for one in model._flatten_layers())
+
+
 @contextlib.contextmanager
 def building(model: Any) -> Iterator[None]:
     """Builds a model before its first step, unless only a step of the user's can."""
     optimizer = getattr(model, "optimizer", None)
     was_built = getattr(optimizer, "built", None)
     try:
-        yield
+        with warnings.catch_warnings():  # Such a step may not call the model, or not with its data.
+            of_model = f".*layer '{re.escape(model.name)}'.*unbuilt state"
+            warnings.filterwarnings("ignore", f"The structure of `inputs`|{of_model}")
+            yield
     except (RuntimeError, TypeError, ValueError):
-        # Such a step need not call the model. It makes the variables, as on one device. And a model
-        # that has been called may take no dense tensors, with which Keras builds it.
-        names = ("train_step", "test_step")
-        of_keras = all(getattr(type(model), name) is getattr(Trainer, name) for name in names)
-        # An error of an optimizer's own `build`, after Keras's, would not come again.
-        if (of_keras and not model.built) or getattr(optimizer, "built", None) != was_built:
+        # Such a step makes the variables, as on one device. And a model that has been called may
+        # take no dense tensors. An error of an optimizer's own `build` would not come again.
+        has_changed = getattr(optimizer, "built", None) != was_built
+        if has_changed or not (_has_own_step(model) or model.built):
             raise
 
 

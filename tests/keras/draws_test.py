@@ -1,5 +1,6 @@
 """Random numbers of the whole batch: K replicas draw for their rows what one device draws."""
 
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -149,12 +150,15 @@ class DrawsTest(TrainingTestCase):
         """Or none; by a `train_step` that does not call the model, as in Keras's DDIM."""
 
         class Noisy(keras.Model):
+            def call(self, inputs: Any) -> Any:
+                return self.other([inputs])
+
             def train_step(self, data: Any) -> dict[str, Any]:
                 x, y = data
                 x += keras.random.normal(keras.ops.shape(x), seed=self.seed)
                 with tf.GradientTape() as tape:
                     loss = self.compute_loss(x, y, self.dense(x))
-                variables = self.trainable_variables
+                variables = self.dense.trainable_variables
                 self.optimizer.apply(tape.gradient(loss, variables), variables)
                 return {"loss": loss}
 
@@ -167,10 +171,13 @@ class DrawsTest(TrainingTestCase):
             with strategy_of(count).scope():
                 model = Noisy()
                 model.seed, model.dense = seed, kl.Dense(2)
+                model.other = keras.Sequential([kl.Input([_WIDTH]), kl.Dense(2)])
                 is_eager = run_eagerly or count == 1
                 model.compile(keras.optimizers.SGD(0.1), "mse", run_eagerly=is_eager)
             inputs = data(7)[:, 0]
-            losses = model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
+            with warnings.catch_warnings(record=True) as told:
+                losses = model.fit(inputs, inputs[:, :2], batch_size=6, shuffle=False, verbose=0)
+            self.assertEqual([], [one.message for one in told if one.category is UserWarning])
             return [model.dense.get_weights(), losses.history["loss"], keras.random.normal([2])]
 
         self.assertAllClose(trained(1), trained(2), 2e-6, 2e-6)

@@ -177,6 +177,7 @@ class LossesTest(kt.TrainingTestCase):
         (lambda own, y, x: own.compute_loss(None, y, x), []),
         (lambda own, y, x: tf.reduce_mean((y - x) ** 2), ["counts"]),  # As in Keras's VAE.
         (lambda own, y, x: keras.losses.MeanSquaredError()(y, x) + sum(own.losses), ["count"]),
+        (lambda own, y, x: own.compute_loss(None, y, x) + sum(own.layers[1].losses), ["count"]),
     )
     def test_own_train_step_is_told_of_losses_that_are_whole_on_each_replica(self, loss, told):
         """A mean that is not Keras's, and losses of regularizers, as in Keras's guide."""
@@ -185,12 +186,24 @@ class LossesTest(kt.TrainingTestCase):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
                 return loss(self, y, outputs)
 
+        layers = [*kt.dense_layers(), keras.layers.ActivityRegularization(0.1)]
         with kt.strategy_of(2).scope():
-            model = kt.model_of(kt.dense_layers, "sgd", False, "mse", Own)
+            model = kt.model_of(lambda: layers, "sgd", False, "mse", Own)
         with mock.patch.object(log, "warn_once") as warn:
             model.fit(*kt.dense_data(8), verbose=0)
         texts = {verb: f"{verb} 2 times on 2 replicas" for verb in ("counts", "count")}
         self.assertEqual(told, [verb for verb in texts if texts[verb] in str(warn.call_args_list)])
+
+    def test_an_error_of_a_step_that_builds_a_layer(self):
+        class Own(keras.Model):
+            def train_step(self, data: Any) -> Any:
+                raise KeyError(self.dense(data[0]).dtype.name)
+
+        with kt.strategy_of(2).scope():
+            model = Own()
+            model.dense = keras.layers.Dense(1)
+            model.compile("sgd", "mse")
+        self.assertRaisesRegex(KeyError, "float32", model.fit, *kt.dense_data(4), verbose=0)
 
     @parameterized.parameters(True, False)
     def test_losses_of_layers_whose_replicas_meet(self, run_eagerly):

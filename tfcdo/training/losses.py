@@ -75,9 +75,7 @@ def of_means(own: Function, *args: Any, **kw: Any) -> Any:
     inner = None if reduction == "sum" else functools.partial(_mean_of, here)
     with step.changed(of_inner=inner, reports=False):
         value = own(*args, **kw)
-    if _rank(value):
-        return value
-    return _of_batch(here, here.keep(value), reduction)
+    return value if _rank(value) else _of_batch(here, here.keep(value), reduction)
 
 
 def _mean_of(here: step.ReplicaStep, part: Any) -> Any:
@@ -175,24 +173,33 @@ def added(own: Function, layer: Any, loss: Any) -> None:
 
 def of_layer(own: Function, layer: Any) -> list[Any]:
     """Stands for `Layer._get_own_losses`, which reads what `add_loss` got."""
-    here = step.current_several()
-    return own(layer) if here is None else [*own(layer), *here.added.get(id(layer), ())]
+    here, found = step.current_several(), list(own(layer))
+    if here is not None:
+        found += here.added.get(id(layer), ())
+        numbers = [one for one in found if not _rank(one)]  # A sum of vectors is one of all rows.
+        _tell_of_whole(here, [one for one in numbers if id(one) not in here.losses])
+    return found
 
 
 def regularized(own: Function, layer: Any) -> list[Any]:
-    """Stands for `Layer._get_regularization_losses`: warns where Keras does not scale them."""
-    here = step.current_several()
-    found: list[Any] = own(layer)
+    """Stands for `Layer._get_regularization_losses`: Keras's `compute_loss` gets numbers."""
+    here, found = step.current_several(), list(own(layer))
     if here is not None and step.now.scales_losses:  # A vector has no losses of examples.
         return [tf.reduce_sum(one) if _rank(one) else one for one in found]
-    if here is not None and found and step.now.method == "fit":
-        log.warn_once(
-            "a train_step or compute_loss reads the losses of a layer: regularizers' losses are "
-            f"whole on each replica, and count {here.replicas} times on {here.replicas} replicas. "
-            "Divide them as docs/own-loops.md says under Losses, or call Keras's compute_loss, "
-            "which adds them. If you have done so, nothing is wrong"
-        )
+    if here is not None:
+        _tell_of_whole(here, found)
     return found
+
+
+def _tell_of_whole(here: step.ReplicaStep, found: list[Any]) -> None:
+    """Warns where a step reads layers' losses that Keras does not scale."""
+    if found and step.now.method == "fit" and not step.now.scales_losses:
+        log.warn_once(
+            "a train_step or compute_loss reads the losses of layers: losses of regularizers, and "
+            f"means that add_loss got, are whole on each replica, and count {here.replicas} times "
+            f"on {here.replicas} replicas. Divide them as docs/own-loops.md says under Losses, or "
+            "call Keras's compute_loss, which adds them. If you have done so, nothing is wrong"
+        )
 
 
 def cleared(own: Function, layer: Any) -> None:

@@ -157,6 +157,8 @@ def _extended_of(optimizer: Any) -> Any:
 
 
 def _build_optimizer(own: Function, optimizer: Any, variables: Any) -> Any:
+    if step.now.builds is not None and keras_internals.is_built_by_step(step.now.builds):
+        return  # The first `apply` knows all variables, as on one device.
     variables = list(variables)
     values = [keras_internals.value_of(variable) for variable in variables]
     strategies = [getattr(one, "distribute_strategy", None) for one in values]
@@ -229,6 +231,7 @@ def _symbolic_build(
     with contextlib.ExitStack() as stack:
         if ours:
             stack.enter_context(keras_internals.building(model))
+            stack.enter_context(step.during(builds=model))
         # Keras takes a batch, and begins again. A generator cannot begin again.
         if spec is not None:
             iterator, data_batch = None, keras.tree.map_structure(_of_any_batch, spec)
@@ -435,7 +438,8 @@ def _give_all_the_first_ones(model: Any) -> None:
     # An error ends a step when some have drawn random numbers, or updated, and others have not.
     for variable in [*model.variables, *keras_internals.variables_of_optimizers(model)]:
         own, value = step.components(variable), keras_internals.value_of(variable)
-        if len(own) > 1 and not isinstance(value, tf_internals.SyncOnReadVariable):
+        is_equal = len(own) > 1 and not isinstance(value, tf_internals.SyncOnReadVariable)
+        if is_equal and all(one.is_initialized() for one in own):  # Not if tracing has failed.
             step.assign(variable, [own[0].read_value()] * len(own))
 
 

@@ -213,6 +213,7 @@ class _Now(threading.local):
     host_alone = False  # Whether this host trains alone, see `diloco.py`.
     method: str | None = None  # "fit" or "predict", which begins a step; None in an own loop.
     scales_losses = False  # Whether Keras adds up a step's losses, of layers, too.
+    builds: Any = None  # A model that Keras builds before its first step.
     session: Any = None  # In `fit` and the like on several hosts: theirs.
     keeps_order = False  # Whether these are in `predict`, whose rows are in the data's order.
     # While Keras makes a dataset of arrays: what its order follows, see `alike.py`.
