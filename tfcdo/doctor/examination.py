@@ -139,10 +139,8 @@ class Probes(contextlib.ExitStack):
         try:
             if self._pool is None:
                 # TF_CONFIG is examined in this process; the probe is a separate process.
-                variables = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2"}
-                variables |= worker_pool.KERAS_DEFAULTS
-                workers = worker_pool.start_workers(self._command, [variables])
-                self._pool = self.enter_context(workers)
+                own = {"TF_CONFIG": "{}", "TF_CPP_MIN_LOG_LEVEL": "2", **worker_pool.KERAS_DEFAULTS}
+                self._pool = self.enter_context(worker_pool.start_workers(self._command, [own]))
                 if question not in ("versions", "machine"):
                     self._pool.call("machine", _LIMITS["machine"], count=self._count)
             return self._pool.call(question, _LIMITS[question], **arguments)[0]
