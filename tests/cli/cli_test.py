@@ -101,32 +101,25 @@ class CommandTest(cli_testing.CommandTestCase):
 
 class OptionsTest(parameterized.TestCase):
     @parameterized.parameters(
-        ("8", 8), ("8B", 8), ("64K", 65_536), ("64k", 65_536), ("64KiB", 65_536), ("64KB", 64_000),
-        ("1.5K", 1536), ("100M", 100 * 2**20), ("100MB", 10**8), ("2G", 2**31), ("2gb", 2 * 10**9),
-        ("9007199254740993", 2**53 + 1), ("9223372036854775807", 2**63 - 1),
+        (options.parse_size, {
+            "8": 8, "8B": 8, "64K": 65_536, "64k": 65_536, "64KiB": 65_536, "64KB": 64_000,
+            "1.5K": 1536, "100M": 100 * 2**20, "100MB": 10**8, "2G": 2**31, "2gb": 2 * 10**9,
+            "9007199254740993": 2**53 + 1, "9223372036854775807": 2**63 - 1,
+        }),
+        (options.parse_bandwidth, {
+            "1gbit": 125e6, "10Gbit": 1.25e9, "2.5mbit": 312_500.0, "12.5G": 12.5e9,
+        }),
+        (log.format_bytes, {
+            0: "0 B", 999: "999 B", 1000: "1.00 kB", 10**8: "100 MB", 25 * 10**8: "2.50 GB",
+            4 * 10**12: "4000 GB", 999_499: "999 kB", 999_999: "1.00 MB", 99_960_000: "100 MB",
+        }),
+        (log.format_seconds, {
+            0.0: "0 s", 2.0: "2.000 s", 0.01204: "12.04 ms", 4e-7: "0.4000 µs",
+            9.99999e-4: "1.000 ms", 0.9999: "999.9 ms", 12345.6: "12350 s",
+        }),
     )  # fmt: skip
-    def test_size(self, text: str, expected: int):
-        self.assertEqual(options.parse_size(text), expected)
-
-    @parameterized.parameters(
-        (0, "0 B"), (999, "999 B"), (1000, "1.00 kB"), (10**8, "100 MB"), (25 * 10**8, "2.50 GB"),
-        (4 * 10**12, "4000 GB"), (999_499, "999 kB"), (999_999, "1.00 MB"), (99_960_000, "100 MB"),
-    )  # fmt: skip
-    def test_bytes_are_shown(self, size: int, text: str):
-        self.assertEqual(log.format_bytes(size), text)
-
-    @parameterized.parameters(
-        (0.0, "0 s"), (2.0, "2.000 s"), (0.01204, "12.04 ms"), (4e-7, "0.4000 µs"),
-        (9.99999e-4, "1.000 ms"), (0.9999, "999.9 ms"), (12345.6, "12350 s"),
-    )  # fmt: skip
-    def test_seconds_are_shown(self, seconds: float, text: str):
-        self.assertEqual(log.format_seconds(seconds), text)
-
-    @parameterized.parameters(
-        ("1gbit", 125e6), ("10Gbit", 1.25e9), ("2.5mbit", 312_500.0), ("12.5G", 12.5e9)
-    )
-    def test_bandwidth(self, text: str, expected: float):
-        self.assertEqual(options.parse_bandwidth(text), expected)
+    def test_numbers_and_their_texts(self, convert, expected):
+        self.assertEqual({given: convert(given) for given in expected}, expected)
 
     @parameterized.parameters(
         (options.parse_size, "not a number of bytes such as", "", "0", "0.1", "8X", "8KK", "8IB"),

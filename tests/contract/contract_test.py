@@ -402,7 +402,8 @@ class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
 
     @parameterized.parameters(
         (EAGER, 1, 0, None), (FUNCTION, 5, -1, None),
-        (EAGER, 5, 0, tu.ALL_DEVICES[5:6]), (EAGER, 3, -1, tu.ALL_DEVICES[6:]),
+        (EAGER, 5, 0, tu.ALL_DEVICES[5:6]), (EAGER, 4, -1, tu.ALL_DEVICES[6:]),
+        (tu.ARGUMENTS, 5, 0, tu.ALL_DEVICES[:5]),
     )  # fmt: skip
     def test_gather(self, mode, count, axis, devices):
         shapes = np.full([count, 3], (2, 3, 4))
@@ -410,7 +411,7 @@ class CallsTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
         own = [tu.numbers(shape, tf.float32, rank) for rank, shape in enumerate(shapes)]
         value, ops = tu.per_replica(own), make_ops()
         destinations = at(devices) if devices else value
-        (result,) = tu.call(mode, lambda: ops._gather(value, destinations, axis))
+        (result,) = tu.call(mode, lambda own: ops._gather(own, destinations, axis), value)
         self.assert_on(result, devices or tu.device_names(count))
         self.assertAllEqual(np.concatenate(own, axis), result.value)
         self.assert_bitwise_equal(result.values)

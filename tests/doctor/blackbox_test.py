@@ -150,8 +150,7 @@ library.pthread_mutex_lock(lock)
 class SignalTest(absltest.TestCase):
     def setUp(self):
         super().setUp()
-        self.addCleanup(mock.patch.stopall)
-        mock.patch.object(progress, "_asked", None).start()
+        self.enter_context(mock.patch.object(progress, "_asked", None))
         self.addCleanup(signal.signal, signal.SIGUSR1, signal.getsignal(signal.SIGUSR1))
         self.addCleanup(signal.set_wakeup_fd, signal.set_wakeup_fd(-1))
 

@@ -49,19 +49,14 @@ def cards() -> list[str]:
     return [f"/job:localhost/replica:0/task:0/device:GPU:{index}" for index in (0, *others)]
 
 
-def batch(count: int, dtypes: Sequence[tf.DType]) -> list[list[np.ndarray]]:
-    return [
-        # No sum overflows 8 bits.
-        [tu.numbers(shape, dtype, 100 * index + rank, limit=15) for rank in range(count)]
-        for index, (dtype, shape) in enumerate(itertools.product(dtypes, ((5,), (3, 2), ())))
-    ]
-
-
 class GpuTest(TrainingTestCase):
     def check(
         self, ops: Any, reduce_op: Any, mode: str, devices: Sequence[str], dtypes: Any = DTYPES
     ) -> None:
-        arrays = batch(len(devices), dtypes)
+        arrays = [  # No sum overflows 8 bits.
+            [tu.numbers(shape, dtype, 100 * at + rank, limit=15) for rank in range(len(devices))]
+            for at, (dtype, shape) in enumerate(itertools.product(dtypes, ((5,), (3, 2), ())))
+        ]
         values = [tu.per_replica(own, devices) for own in arrays]
         for result, own in zip(tu.all_reduce(ops, reduce_op, values, mode), arrays, strict=True):
             dtype = tu.result_dtype(reduce_op, tf.as_dtype(own[0].dtype))

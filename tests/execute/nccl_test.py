@@ -267,7 +267,7 @@ class GradientTest(tf.test.TestCase, parameterized.TestCase):
 ROUNDOFF = roundoff("float16")
 
 
-class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
+class NcclWireTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     def make(self, **feedback: Any) -> Any:
         return tfcdo.NcclAllReduce(2, require_nccl=True, wire_dtype="float16", **feedback)
 
@@ -278,9 +278,8 @@ class NcclWireTest(tf.test.TestCase, parameterized.TestCase):
         (result,) = tu.all_reduce(self.make(), op, [tu.per_replica(arrays)], mode)
         # One rounding of each value, and K - 1 of partial sums.
         bound = ((1 + ROUNDOFF) ** 4 * (1 + 2.0**-20) - 1) * tu.oracle(op, [*map(np.abs, arrays)])
-        for component in result.values:
-            self.assertEqual(dtype, component.dtype)
-            self.assertAllEqual(result.value, component)
+        self.assert_bitwise_equal(result.values)
+        self.assertEqual(dtype, result.value.dtype)
         self.assertAllLessEqual(np.abs(tu.exact(result.value) - tu.oracle(op, arrays)) - bound, 0)
         self.assertNotAllEqual(tu.oracle(op, arrays), tu.exact(result.value))
 

@@ -73,7 +73,7 @@ class CastTest(tf.test.TestCase, parameterized.TestCase):
             )
 
 
-class BoundTest(tf.test.TestCase, parameterized.TestCase):
+class BoundTest(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase):
     @parameterized.parameters(*zip(SETTINGS, WIRES * 3, CASES * 2))
     def test_the_error_is_at_most_the_bound(self, setting, wire_dtype, case):
         make, depth = SETTINGS[setting]
@@ -95,9 +95,8 @@ class BoundTest(tf.test.TestCase, parameterized.TestCase):
             most = depth or max(pack.tree.depth for pack in explained.packs)
             results = tu.all_reduce(ops, reduce_op, [tu.per_replica(own) for own in arrays], mode)
         for result in results:
-            for component in result.values:
-                self.assertEqual(dtype, component.dtype)
-                self.assertAllEqual(result.value, component)
+            self.assert_bitwise_equal(result.values)
+            self.assertEqual(dtype, result.value.dtype)
         # The bound is of a pack, whose largest number decides of float16's scale.
         exact, magnitudes, actual = (
             np.concatenate([np.ravel(one) for one in values])

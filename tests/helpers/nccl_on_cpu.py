@@ -13,6 +13,7 @@ import unittest
 from collections.abc import Iterator
 from unittest import mock
 
+import platformdirs
 import tensorflow as tf
 
 from tfcdo import tf_internals
@@ -84,8 +85,7 @@ def _built() -> pathlib.Path:
 
 def _folder() -> pathlib.Path:
     """Returns the cache, or a folder of this process alone where it cannot be written."""
-    cache = os.environ.get("XDG_CACHE_HOME") or pathlib.Path("~/.cache").expanduser()
-    folder = pathlib.Path(cache, "tfcdo")
+    folder = platformdirs.user_cache_path("tfcdo")
     with contextlib.suppress(OSError):
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):

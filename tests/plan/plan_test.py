@@ -54,19 +54,20 @@ class FingerprintTest(parameterized.TestCase):
         told = dataclasses.replace(made, algorithm="ring", why="it was asked for")
         self.assertEqual(made.fingerprint, told.fingerprint)
 
-    @parameterized.parameters(
-        ((PACKS[1], PACKS[0], PACKS[2]),),
-        ((pack((0, 0, 5), tree=star(3, 1)), *PACKS[1:]),),
-        ((pack((0, 0, 5), wire=Cast("bfloat16")), *PACKS[1:]),),
-        ((pack((0, 0, 5), root=RootStep(divide=3)), *PACKS[1:]),),
-        ((*PACKS[:2], pack((1, 0, 5), after=0)),),
-        ((pack((0, 0, 10)), pack((1, 0, 5))),),
-        ((pack((0, 0, 10), (1, 0, 5)),),),
-        ((pack((1, 0, 5), (0, 0, 10)),),),  # The order of the slices in a tensor.
-    )
-    def test_is_different_for_another_plan(self, packs):
-        for other in (plan(*PACKS), plan(pack((0, 0, 10), (1, 0, 5)), hosts=2)):
-            self.assertNotEqual(other.fingerprint, plan(*packs).fingerprint)
+    def test_is_different_for_each_other_plan(self):
+        plans = [
+            plan(*PACKS),
+            plan(PACKS[1], PACKS[0], PACKS[2]),
+            plan(pack((0, 0, 5), tree=star(3, 1)), *PACKS[1:]),
+            plan(pack((0, 0, 5), wire=Cast("bfloat16")), *PACKS[1:]),
+            *(plan(pack((0, 0, 5), root=RootStep(divide=n)), *PACKS[1:]) for n in (2, 3)),
+            *(plan(pack((0, 0, 5), root=RootStep(TopK(f))), *PACKS[1:]) for f in (0.1, 0.2)),
+            plan(*PACKS[:2], pack((1, 0, 5), after=0)),
+            plan(pack((0, 0, 10)), pack((1, 0, 5))),
+            *(plan(pack((0, 0, 10), (1, 0, 5)), hosts=hosts) for hosts in (1, 2)),
+            plan(pack((1, 0, 5), (0, 0, 10))),  # The order of the slices in a tensor.
+        ]
+        self.assertLen({one.fingerprint for one in plans}, len(plans))
 
 
 class SummaryTest(parameterized.TestCase):

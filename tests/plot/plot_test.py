@@ -165,18 +165,15 @@ class SaveTest(parameterized.TestCase):
     def test_wrong_arguments(self):
         machine = preset("pcie", 2)
         schedule = algorithms.make_plan("ring", machine, 10**6)
-        name: Any = "ring"
-        figure: Any = None
-        name_of: Any = 5
-        for error, message, call in (
-            (TypeError, "plan must be a Plan.*; got 'ring'", lambda: draw_trees(name, machine)),
-            (ValueError, "plan must be for the 3", lambda: draw_trees(schedule, preset("pcie", 3))),
-            (TypeError, "title .* str; got 5", lambda: draw_trees(schedule, machine, name_of)),
-            (ValueError, "in .svg or .png; got 'a.jpg'", lambda: save_figure(figure, "a.jpg")),
-            (TypeError, "must be a Figure, .*; got None", lambda: save_figure(figure, "a.png")),
+        save: Callable[..., Any] = save_figure
+        for error, message, call, *arguments in (
+            (TypeError, "plan must be a Plan.*; got 'ring'", _draw, "ring", machine),
+            (ValueError, "plan must be for the 3", _draw, schedule, preset("pcie", 3)),
+            (TypeError, "title .* str; got 5", _draw, schedule, machine, 5),
+            (ValueError, "in .svg or .png; got 'a.jpg'", save, None, "a.jpg"),
+            (TypeError, "must be a Figure, .*; got None", save, None, "a.png"),
         ):
-            with self.assertRaisesRegex(error, message):
-                call()
+            self.assertRaisesRegex(error, message, call, *arguments)
 
     def test_a_long_title_is_not_clipped(self):
         title = "auto: packed_trees on measured 3 CPU devices of " + "x " * 60

@@ -3,7 +3,7 @@
 import pathlib
 
 from absl.testing import absltest, parameterized
-from topology_testing import gigabytes, meet
+from topology_testing import meet
 
 from tfcdo.topology.presets import preset
 from tfcdo.topology.topology import Topology
@@ -52,7 +52,7 @@ class NvidiaSmiTest(parameterized.TestCase):
     )
     def test_samples(self, name, speeds, meeting, apart):
         machine = sample(name)
-        found = [gigabytes(machine, 0, other) for other in range(1, 1 + len(speeds))]
+        found = [machine.bandwidth(0, other) / 1e9 for other in range(1, 1 + len(speeds))]
         self.assertEqual(found, speeds)
         found = [meet(machine, *pairs) for pairs in (*meeting, *apart)]
         self.assertEqual(found, [True] * len(meeting) + [False] * len(apart))
@@ -73,13 +73,13 @@ class NvidiaSmiTest(parameterized.TestCase):
         # A GPU has at most 18 NVLinks: a switch hands them out where a row adds up to more.
         machine = all_alike(num_devices, nvlinks)
         self.assertEqual(meet(machine, (0, 1), (0, 2)), switched)
-        self.assertEqual(gigabytes(machine, 0, 1), 25 * nvlinks)
+        self.assertEqual(machine.bandwidth(0, 1), 25e9 * nvlinks)
 
     def test_two_gpus_and_unlike_numbers_of_nvlinks_have_no_switch(self):
         self.assertEqual([link.resources for link in all_alike(2, 18).links], [(0,), (1,)])
         machine = table([["X", "NV12", "NV10"], ["NV12", "X", "NV12"], ["NV10", "NV12", "X"]])
         self.assertFalse(meet(machine, (0, 1), (0, 2)))
-        self.assertEqual([gigabytes(machine, 0, other) for other in (1, 2)], [300, 250])
+        self.assertEqual([machine.bandwidth(0, other) for other in (1, 2)], [300e9, 250e9])
 
     @parameterized.parameters(
         ("NVIDIA-SMI has failed because it couldn't communicate", "no table"),

@@ -13,7 +13,7 @@ import hypothesis
 import numpy as np
 from absl.testing import absltest, parameterized
 from hypothesis import strategies as st
-from topology_testing import gigabytes, meet
+from topology_testing import meet
 
 from tfcdo.plan.evaluation import Evaluation
 from tfcdo.topology import measurement
@@ -31,7 +31,7 @@ class PresetsTest(parameterized.TestCase):
         machine = preset("dgx1_p100")
         for a, b in ordered_pairs(8):
             wired = f"{min(a, b)}-{max(a, b)}" in DGX1_P100
-            self.assertEqual(gigabytes(machine, a, b), 20 if wired else 10)
+            self.assertEqual(machine.bandwidth(a, b), 20e9 if wired else 10e9)
             self.assertEqual(machine.link_by_pair[a, b].via_host, not wired)
 
     @parameterized.parameters(
