@@ -75,8 +75,7 @@ class CommandTest(cli_testing.CommandTestCase):
 
     def test_an_interrupted_start_gets_no_traceback(self):
         self.enter_context(mock.patch.object(commands, "run", side_effect=KeyboardInterrupt))
-        with self.assertRaisesRegex(SystemExit, "^130$"):
-            main.main()
+        self.assertRaisesRegex(SystemExit, "^130$", main.main)
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")
@@ -132,8 +131,7 @@ class OptionsTest(parameterized.TestCase):
     )
     def test_refused(self, parse, message: str, *texts: str):
         for text in texts:
-            with self.assertRaisesRegex(ValueError, message):
-                parse(text)
+            self.assertRaisesRegex(ValueError, message, parse, text)
 
     def test_number(self):
         whole, time = options.number(1, 16), options.number(0.5, kind=float)

@@ -125,6 +125,7 @@ class World:
         self.bug = None
         if drawn < len(BUGS) and (BUGS[drawn] not in ("stuck", "deaf") or self.is_one_machine):
             self.bug = BUGS[drawn], 1 + int(draw() * (self.hosts - 1))
+        self.states: set[tuple[str, ...]] = set()  # All hosts' states, when there was a fault.
         self.memberships: dict[str, list[Process]] = {}
         count = int(draw() * 3.99)
         # After some number of events: most in a first run, some while the job recovers.
@@ -342,6 +343,7 @@ def inject(world: World, kind: str) -> None:
     alive = [p for (_, job), p in world.workers.items() if job == world.job and not p.is_dead]
     if not alive:
         return
+    world.states.add(tuple(process.phase for process in alive))
     process = alive[int(draw() * len(alive))]
     if not (kind == "damage" or (kind == "notice" and process.is_fitting)):
         for touched in alive if kind in ("kill both", "replace", "end") else [process]:
@@ -424,10 +426,13 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
     events = 0
+    states: set[tuple[str, ...]] = set()
     for number, world in enumerate(schedules(arguments.seed, arguments.schedules), 1):
         events += world.events
+        states |= world.states
         if number % 10_000 == 0 or number == arguments.schedules:
-            print(f"{number:,} schedules, {events:,} events: all invariants hold", flush=True)
+            counts = f"{number:,} schedules, {events:,} events, faults in {len(states):,} states"
+            print(f"{counts} of hosts: all invariants hold", flush=True)
     return 0
 
 

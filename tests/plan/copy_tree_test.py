@@ -32,8 +32,7 @@ class CopyTreeTest(parameterized.TestCase):
             if nx.is_arborescence(graph) and not any(nx.selfloop_edges(graph)):
                 self.assertEqual(graph.in_degree(CopyTree(parents).root), 0)
             else:
-                with self.assertRaisesRegex(ValueError, "parents"):
-                    CopyTree(parents)
+                self.assertRaisesRegex(ValueError, "parents", CopyTree, parents)
 
     @parameterized.product(shape=tuple(SHAPES), devices=(1, 2, 3, 5, 8, 9))
     def test_shapes(self, shape, devices):
@@ -77,8 +76,7 @@ class CopyTreeTest(parameterized.TestCase):
         (star, [4, True], "root must be an int; got True", TypeError),
     )
     def test_wrong_arguments(self, make, arguments, message, error=ValueError):
-        with self.assertRaisesRegex(error, message):
-            make(*arguments)
+        self.assertRaisesRegex(error, message, make, *arguments)
 
 
 if __name__ == "__main__":

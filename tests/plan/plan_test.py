@@ -43,8 +43,7 @@ class CheckedTest(parameterized.TestCase):
         ),
     )
     def test_refused(self, packs, message):
-        with self.assertRaisesRegex(ValueError, message):
-            plan(*packs)
+        self.assertRaisesRegex(ValueError, message, plan, *packs)
 
 
 class FingerprintTest(parameterized.TestCase):

@@ -129,8 +129,7 @@ class PagesTest(absltest.TestCase):
         path.write_text(f"before\n{begin}\nold\n{end}\nafter\n", encoding="utf-8")
         pages.replace(path, "a.py", ["new", "lines"])
         self.assertEqual(path.read_text("utf-8"), f"before\n{begin}\nnew\nlines\n{end}\nafter\n")
-        with self.assertRaisesRegex(ValueError, "has no lines"):
-            pages.replace(path, "b.py", [])
+        self.assertRaisesRegex(ValueError, "has no lines", pages.replace, path, "b.py", [])
 
     def test_error_feedback_descends_where_rounding_stops(self):
         names = ("bfloat16", "bfloat16, error feedback")

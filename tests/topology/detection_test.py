@@ -107,8 +107,7 @@ class DetectTest(parameterized.TestCase):
         (["/cpu:0", None], "be a device name .* got None"),
     )
     def test_no_devices(self, devices: Any, message: str):
-        with self.assertRaisesRegex(ValueError, f"devices must {message}"):
-            detection.detect(devices)
+        self.assertRaisesRegex(ValueError, f"devices must {message}", detection.detect, devices)
 
     @parameterized.parameters(
         (None, range(4), {(0, 1): 1, (0, 2): 2, (0, 3): 3, (1, 2): 4, (1, 3): 5, (3, 2): 6}),
