@@ -99,7 +99,7 @@ class Process:
         self.is_cut_off = False  # TensorFlow has given the chief up.
         self.is_victim = self.is_touched = False  # By a fault, but for a notice.
         self.status = 0
-        self.ended_at = 0.0
+        self.ended_at = self.resumed_at = 0.0
         self.frozen: list[Any] = []
         self.connections: list[Connection] = []
         self.cluster: Cluster | None = None

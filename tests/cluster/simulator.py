@@ -278,7 +278,7 @@ class World:
 
     def resume_process(self, process: Process) -> None:
         if process.is_stopped:
-            process.is_stopped = False
+            process.is_stopped, process.resumed_at = False, self.now
             number = process.__dict__.pop("frozen_signal", None)
             if number is not None:
                 process.take_signal(number)
@@ -306,6 +306,7 @@ class World:
     def check_wait(self, process: Process, start: float, host: int | None = None) -> None:
         """Nobody waits for long for a process that has ended, or runs another program."""
         assert process.cluster is not None
+        start = max(start, process.resumed_at)  # Who is stopped hears no news.
         waited = self.now - start
         if waited < _SLOWEST_NEWS:
             return
