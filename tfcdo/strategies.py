@@ -78,8 +78,7 @@ class MirroredStrategy(ReducesStructures, tf.distribute.MirroredStrategy):
         if names is None and devices is not None:
             raise TypeError(f"devices must be a list of device names or None; got {devices!r}")
         if not names and session.current() is not None:  # TensorFlow would take all hosts' devices.
-            kind, count = virtual_devices.devices_here(None)
-            names = tuple(f"{kind}:{index}" for index in range(count))
+            names = virtual_devices.names_here()
         devices = None if names is None else different_devices(names)
         # TensorFlow accepts anything, even a class, and fails in the first reduction.
         if cross_device_ops is not None and not isinstance(

@@ -99,3 +99,9 @@ def devices_here(resolver: Any, wanted: int | None = None) -> tuple[str, int]:
         if count := _num_visible(kind):
             return kind, count
     raise RuntimeError("TensorFlow sees neither GPUs nor a CPU")
+
+
+def names_here() -> tuple[str, ...]:
+    """Returns the short names of this host's devices, all GPUs or all CPUs."""
+    kind, count = devices_here(None)
+    return tuple(f"{kind}:{index}" for index in range(count))

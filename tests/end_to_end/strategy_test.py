@@ -8,6 +8,7 @@ from unittest import mock
 
 import keras
 import keras_training as kt
+import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 import warm_python
@@ -37,9 +38,9 @@ def compiled(body: Any) -> Any:
 
 class StrategyTest(kt.TrainingTestCase):
     @contextlib.contextmanager
-    def used(self, ops: tf.distribute.CrossDeviceOps) -> Iterator:
-        """Asserts that the strategy calls `ops`, so that this is what is tested."""
-        with mock.patch.object(ops, "batch_reduce", wraps=ops.batch_reduce) as spy:
+    def used(self, ops: tf.distribute.CrossDeviceOps, method: str = "batch_reduce") -> Iterator:
+        """Asserts that the strategy calls a method of `ops`, so that this is what is tested."""
+        with mock.patch.object(ops, method, wraps=getattr(ops, method)) as spy:
             yield
         self.assertGreater(spy.call_count, 0)
 
@@ -74,6 +75,29 @@ class StrategyTest(kt.TrainingTestCase):
                 self.assertLen(own.values, count)
                 self.assert_exact(own.values[0], factor * tu.oracle(reduce_op, arrays), dtype)
                 self.assert_bitwise_equal(own.values)
+
+    def test_all_gather_and_its_gradient(self):
+        ops, strategy = made(*CLASSES[0])
+        rows = [1, 2, 3]
+        own = [tu.numbers((n, 2), tf.float32, rank) for rank, n in enumerate(rows)]
+        weights = [tu.numbers((sum(rows), 2), tf.float32, 50 + rank) for rank in range(3)]
+
+        def on_replica(x, w):
+            with tf.GradientTape() as tape:
+                tape.watch(x)
+                y = tf.distribute.get_replica_context().all_gather(x, axis=0)
+                loss = tf.reduce_sum(w * y)
+            return y, tape.gradient(loss, x)
+
+        with self.used(ops, "_gather"):
+            gathered, gradient = tf.function(lambda *a: strategy.run(on_replica, args=a))(
+                tu.per_replica(own), tu.per_replica(weights)
+            )
+        for component in gathered.values:
+            self.assertAllEqual(np.concatenate(own), component)
+        parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
+        for part, component in zip(parts, gradient.values, strict=True):
+            self.assertAllEqual(part, component)
 
     def test_with_version_1_behavior(self):
         """Graphs of TensorFlow 1, and gradients in them."""

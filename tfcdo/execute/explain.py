@@ -91,8 +91,7 @@ def device_names(devices: Sequence[str] | None) -> tuple[str, ...]:
     if devices is None and tf.distribute.has_strategy():
         devices = tf.distribute.get_strategy().extended.worker_devices
     elif devices is None:
-        kind, count = virtual_devices.devices_here(None)
-        devices = [f"{kind}:{index}" for index in range(count)]
+        devices = virtual_devices.names_here()
     names = checks.check_device_list(devices)
     for name in names:
         check_device("each of devices", name)

@@ -11,7 +11,7 @@ from typing import Any, Literal
 from absl import logging
 
 from tfcdo import checks, keras_internals, log, strategies
-from tfcdo.cluster import protocol, session
+from tfcdo.cluster import protocol
 from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
 from tfcdo.training import step
@@ -148,8 +148,7 @@ class BackupAndRestore(Callback):
         if restored and self._is_chief:
             self._folder.remove_after(self._progress.position)
         self._calls, self._is_due = 0, False
-        _, hosts = training_state.host_of(self.model.distribute_strategy)
-        self._preemption = preemption.Preemption(session.current() if hosts > 1 else None)
+        self._preemption = preemption.Preemption(step.now.session)
         self._preemption.start()
         keras_internals.at_end_of_fit(self.model, self._preemption.stop)
 
