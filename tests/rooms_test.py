@@ -225,15 +225,13 @@ class TensorFlowDoorTest(tf.test.TestCase):
         with mock.patch.object(tf_internals._context, "context", return_value=context):
             with mock.patch.object(tf_internals, "_WRITE_SECONDS", 0.1):
                 for call in (lambda: store.set("key", "value"), lambda: store.delete("key")):
-                    with self.assertRaisesRegex(tf.errors.DeadlineExceededError, "not answered"):
-                        call()
+                    self.assertRaisesRegex(tf.errors.DeadlineExceededError, "not answered", call)
             answers.set()
             store.set("other", "value")
             context.set_config_key_value.assert_called_with("tfcdo/other", "value")
             error = tf.errors.AlreadyExistsError(None, None, "key")
             context.set_config_key_value.side_effect = error
-            with self.assertRaises(tf.errors.AlreadyExistsError):
-                store.set("key", "value")
+            self.assertRaises(tf.errors.AlreadyExistsError, store.set, "key", "value")
 
 
 if __name__ == "__main__":

@@ -99,6 +99,7 @@ class CommandTest(tf.test.TestCase, CommandTestCase):
         (("--model", "vgg"), "'vgg' is not one of 'resnet50', "),
         (("--json", "out.txt"), "does not end in .json"),
         (("workers", "1"), "a number from 2 to 16; got '1'; see tfcdo bench workers --help"),
+        (("workers", "2", "--rate", "fast"), "'fast' is not a bandwidth"),
         (("workers", "2", "--rate", "0.1"), "from 1mbit to 80gbit; got '0.1'"),
         (("workers", "2", "--rate", "100gbit"), "from 1mbit to 80gbit; got '100gbit'"),
         (("--workers", "2", "-g", "1", "--rate", "1gbit"), "; see tfcdo bench --help"),

@@ -286,8 +286,7 @@ class Process:
         yield self.world.delay(0.05)
         until = self.world.now + timeout
         while not chief.is_dead:
-            ways = blocked(self.host, 0), blocked(0, self.host)
-            is_silent = chief.is_stopped or max(ways) > 0.0
+            is_silent = chief.is_stopped or max(blocked(self.host, 0), blocked(0, self.host)) > 0.0
             if key in self.cluster.values and not is_silent:
                 return self.cluster.values[key]
             if self.world.now >= until:
@@ -508,28 +507,27 @@ class Process:
     def listen(self) -> Run:
         world = self.world
         try:
-            while (yield from self.get("notice", 60.0)) is None:
-                if not self.is_fitting:
-                    return
-            begun = self.leaving.hold()
-            if world.bug == ("busy", self.host):
-                yield 10.0 + world.delay(50.0)
-            yield from self.set_once(f"begun/{self.host}", str(begun))
-            start = world.now
-            while (proposal := self.leaving.proposal(world.now - start)) is None:
-                host = self.leaving.unheard[0]
-                text = yield from self.get(f"begun/{host}", 5.0)
-                if text is not None:
-                    self.leaving.hear(host, int(text))
-                world.check_wait(self, start, host)
-            yield from self.set_once("decision", proposal)
-            decision = yield from self.get("decision", 1.0)
-            self.leaving.decide(decision)
-            own = self.leaving.decision
-            own_text = protocol.NO_STEP if own is None else str(own)
-            require(decision in (None, own_text), "hosts come to different decisions")
-        except _GoneError:
-            pass  # The others cannot be asked.
+            with contextlib.suppress(_GoneError):  # The others cannot be asked.
+                while (yield from self.get("notice", 60.0)) is None:
+                    if not self.is_fitting:
+                        return
+                begun = self.leaving.hold()
+                if world.bug == ("busy", self.host):
+                    yield 10.0 + world.delay(50.0)
+                yield from self.set_once(f"begun/{self.host}", str(begun))
+                start = world.now
+                while (proposal := self.leaving.proposal(world.now - start)) is None:
+                    host = self.leaving.unheard[0]
+                    text = yield from self.get(f"begun/{host}", 5.0)
+                    if text is not None:
+                        self.leaving.hear(host, int(text))
+                    world.check_wait(self, start, host)
+                yield from self.set_once("decision", proposal)
+                decision = yield from self.get("decision", 1.0)
+                self.leaving.decide(decision)
+                own = self.leaving.decision
+                own_text = protocol.NO_STEP if own is None else str(own)
+                require(decision in (None, own_text), "hosts come to different decisions")
         finally:
             self.is_decided = True
             world.fire(self.wakeup)

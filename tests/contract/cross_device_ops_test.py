@@ -65,8 +65,7 @@ class ConstructorTest(parameterized.TestCase):
             ("error_feedback must be True or False; got 1", options | {"error_feedback": 1}),
         ]
         for message, refused in refusals:
-            with self.assertRaisesRegex((TypeError, ValueError), message):
-                cls(**refused)
+            self.assertRaisesRegex((TypeError, ValueError), message, cls, **refused)
 
     def test_bad_arguments(self):
         make, one_device = tfcdo.AllReduceCrossDeviceOps, tfcdo.ReductionToOneDevice
@@ -98,8 +97,7 @@ class ConstructorTest(parameterized.TestCase):
         for value in (3, "add_n"):
             calls.append(("accumulation_fn", one_device, {"accumulation_fn": value}))
         for message, cls, arguments in calls:
-            with self.assertRaisesRegex((TypeError, ValueError), message):
-                cls(**arguments)
+            self.assertRaisesRegex((TypeError, ValueError), message, cls, **arguments)
 
     def test_making_one_does_not_start_tensorflow(self):
         # Started, it would not let its virtual devices be configured any more.

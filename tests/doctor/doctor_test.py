@@ -24,7 +24,7 @@ from cli_testing import run_tfcdo
 
 from tfcdo.bench import devices as bench_devices
 from tfcdo.doctor import examination, probe
-from tfcdo.doctor.examination import OK, WRONG, Check, Failure, Finding, Report
+from tfcdo.doctor.examination import OK, WRONG, Check, Failure, Finding, Probes, Report
 from tfcdo.execute import device_ops
 from tfcdo.topology.presets import preset
 
@@ -241,8 +241,7 @@ class ProbesTest(absltest.TestCase):
     def test_a_file_in_the_current_folder_is_not_imported(self):
         with tempfile.TemporaryDirectory() as folder:
             pathlib.Path(folder, "numpy.py").write_text("raise SystemExit('a file of the user')")
-            command, nothing = examination.Probes._command, subprocess.DEVNULL
-            subprocess.run(command, stdin=nothing, cwd=folder, check=True, timeout=300)
+            subprocess.run(Probes._command, input=b"", cwd=folder, check=True, timeout=300)
 
 
 _GPUS = tuple(f"/job:localhost/replica:0/task:0/device:GPU:{number}" for number in range(4))

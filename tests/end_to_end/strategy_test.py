@@ -78,24 +78,21 @@ class StrategyTest(kt.TrainingTestCase):
 
     def test_all_gather_and_its_gradient(self):
         ops, strategy = made(*CLASSES[0])
-        rows = [1, 2, 3]
-        own = [tu.numbers((n, 2), tf.float32, rank) for rank, n in enumerate(rows)]
-        weights = [tu.numbers((sum(rows), 2), tf.float32, 50 + rank) for rank in range(3)]
+        own = [tu.numbers((n, 2), tf.float32, n) for n in (1, 2, 3)]
+        weights = [tu.numbers((6, 2), tf.float32, 50 + rank) for rank in range(3)]
 
         def on_replica(x, w):
             with tf.GradientTape() as tape:
                 tape.watch(x)
                 y = tf.distribute.get_replica_context().all_gather(x, axis=0)
-                loss = tf.reduce_sum(w * y)
-            return y, tape.gradient(loss, x)
+            return y, tape.gradient(y, x, output_gradients=w)
 
+        values = tu.per_replica(own), tu.per_replica(weights)
         with self.used(ops, "_gather"):
-            gathered, gradient = tf.function(lambda *a: strategy.run(on_replica, args=a))(
-                tu.per_replica(own), tu.per_replica(weights)
-            )
+            gathered, gradient = tf.function(lambda *a: strategy.run(on_replica, args=a))(*values)
         for component in gathered.values:
             self.assertAllEqual(np.concatenate(own), component)
-        parts = np.split(tu.oracle(SUM, weights), np.cumsum(rows)[:-1])
+        parts = np.split(tu.oracle(SUM, weights), [1, 3])
         for part, component in zip(parts, gradient.values, strict=True):
             self.assertAllEqual(part, component)
 

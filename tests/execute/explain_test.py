@@ -139,8 +139,7 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
             ("each of devices must .*nonsense", ([(2,)], tf.float32, ["/cpu:0", "nonsense"])),
             ("adds; got string", ([(2,)], tf.string, ["/cpu:0", "/cpu:1"])),
         ):
-            with self.assertRaisesRegex((ValueError, TypeError), message):
-                ops.explain(*arguments)
+            self.assertRaisesRegex((ValueError, TypeError), message, ops.explain, *arguments)
         with tu.kernels_for(), self.assertRaisesRegex(RuntimeError, "require_nccl"):
             self.explain(tfcdo.NcclAllReduce(require_nccl=True))
         self.assertEqual("nothing", ops.explain([]).algorithm)

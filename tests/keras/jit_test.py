@@ -150,8 +150,7 @@ class JitTest(kt.TrainingTestCase):
         ({"step": print, "optimizer": "sgd"}, "optimizer must be a Keras 3 optimizer; got"),
     )
     def test_bad_arguments(self, arguments, message):
-        with self.assertRaisesRegex(TypeError, message):
-            jit_compile(**arguments)
+        self.assertRaisesRegex(TypeError, message, jit_compile, **arguments)
 
 
 if __name__ == "__main__":

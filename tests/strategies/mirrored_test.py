@@ -246,8 +246,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
     def test_types(self, message, arguments):
         one_host = "devices" in arguments
         make: Any = tfcdo.MirroredStrategy if one_host else tfcdo.MultiWorkerMirroredStrategy
-        with self.assertRaisesRegex((TypeError, ValueError), message):
-            make(**arguments)
+        self.assertRaisesRegex((TypeError, ValueError), message, make, **arguments)
 
     @mock.patch.object(virtual_devices, "_num_visible", return_value=2)
     def test_some_of_the_gpus_that_a_resolver_counts(self, _):

@@ -87,8 +87,7 @@ class MeasureTest(tf.test.TestCase, parameterized.TestCase):
             tfcdo.AutoAllReduce(topology=self.folder / "none.json")
         with self.assertRaisesRegex(TypeError, "topology must be a .*, the path of .*; got 5"):
             tfcdo.AutoAllReduce(topology=5)  # type: ignore[arg-type]
-        with self.assertRaises(OSError):
-            topology.measure(tu.device_names(2), path=damaged / "mine.json")
+        self.assertRaises(OSError, topology.measure, tu.device_names(2), path=damaged / "mine.json")
         with self.assertRaisesRegex(TypeError, "progress must be a function or None; got 5"):
             topology.measure(tu.device_names(2), progress=5)  # type: ignore[arg-type]
 

@@ -90,8 +90,7 @@ class NvidiaSmiTest(parameterized.TestCase):
         ("GPU0  GPU1\nGPU0  X  NV1\nGPU1  NV2  X\n", "expected NV1, as in row GPU0; got NV2"),
     )
     def test_broken_tables_are_refused(self, text, message):
-        with self.assertRaisesRegex(ValueError, message):
-            Topology.from_nvidia_smi(text)
+        self.assertRaisesRegex(ValueError, message, Topology.from_nvidia_smi, text)
 
 
 if __name__ == "__main__":

@@ -53,8 +53,7 @@ class PresetsTest(parameterized.TestCase):
         ("pcie", 1.0, "num_devices must be an int; got 1.0"),
     )
     def test_wrong_arguments(self, name, num_devices, message):
-        with self.assertRaisesRegex((ValueError, TypeError), message):
-            preset(name, num_devices)
+        self.assertRaisesRegex((ValueError, TypeError), message, preset, name, num_devices)
 
 
 class TopologyTest(parameterized.TestCase):
@@ -207,8 +206,7 @@ class JsonTest(parameterized.TestCase):
         for parent in parents:
             node = node[parent]
         node[field] = value
-        with self.assertRaisesRegex(ValueError, message):
-            Topology.from_json(json.dumps(content))
+        self.assertRaisesRegex(ValueError, message, Topology.from_json, json.dumps(content))
 
     @hypothesis.settings(max_examples=50, deadline=None)
     @hypothesis.given(st.randoms(use_true_random=False))

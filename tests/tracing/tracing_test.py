@@ -347,8 +347,7 @@ class TraceSummaryTest(absltest.TestCase):
 
     def test_wrong_arguments(self):
         for name, value in {"every": 0, "skip": -1, "steps": 0}.items():
-            with self.assertRaisesRegex(ValueError, name):
-                tfcdo.keras.TraceSummary(**{name: value})
+            self.assertRaisesRegex(ValueError, name, tfcdo.keras.TraceSummary, **{name: value})
         with self.assertRaisesRegex(TypeError, "^tfcdo.keras.TraceSummary needs Keras 3.*; got <"):
             tfcdo.keras.TraceSummary().set_model(object())
 
