@@ -75,7 +75,6 @@ def of_model(model: Any) -> dict[str, Any]:
     }
 
 
-@tf.autograph.experimental.do_not_convert
 def shuffled(
     own: Function, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any
 ) -> tf.data.Dataset:
@@ -123,7 +122,6 @@ def of_arrays(own: Function, adapter: Any) -> tf.data.Dataset:
     return dataset
 
 
-@tf.autograph.experimental.do_not_convert
 def permuted(own: Function, value: Any, seed: Any = None, name: Any = None) -> tf.Tensor:
     """Stands for `tf.random.shuffle`, by which Keras orders arrays, in each epoch anew."""
     if step.now.order is None:

@@ -36,6 +36,7 @@ def apply(
     **kwargs: Any,
 ) -> Any:
     """Stands for an optimizer's `apply`; hosts that train alone meet if it is time to."""
+    own = tf_internals.converted(own)
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
         return own(optimizer, grads, variables, *args, **kwargs)  # A user's may have others.
@@ -53,6 +54,7 @@ def apply_gradients(
     own: Function, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Stands for a user's own `apply_gradients`, which gets the sums as an `apply` does."""
+    own = tf_internals.converted(own)
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
         # A list, which it may go through twice.
@@ -67,8 +69,7 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     strategy = tf.distribute.get_strategy()
     here = step.now.step
     if here is None or here.alone or not step.is_ours(strategy):
-        divided = _divided(optimizer) if here is None else None
-        if divided:  # AutoGraph, which converts what a user's `apply` calls, takes no `:=`.
+        if here is None and (divided := _divided(optimizer)):
             raise ValueError(
                 f"the optimizer {optimizer.name!r} must be applied in strategy.run or fit, because "
                 f"each replica has its part of {divided}; it was applied outside of them"
@@ -164,7 +165,6 @@ def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
     return is_distributed and getattr(value, "distribute_strategy", strategy) is strategy
 
 
-@tf.autograph.experimental.do_not_convert
 def _summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -209,7 +209,6 @@ def _lookups_summed(
     return found, lookups
 
 
-@tf.autograph.experimental.do_not_convert
 def unified(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -277,7 +276,6 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
     return step.on_each(devices, unify, grad.values)
 
 
-@tf.autograph.experimental.do_not_convert
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
@@ -384,7 +382,6 @@ def _update_shards(
     # Slots that are on all devices, and which replicas have written them.
     slots: dict[int, tuple[Any, list[int]]] = {}
 
-    @tf.autograph.experimental.do_not_convert
     def on_owner(scales: Sequence[Any]) -> None:
         here = step.now.step
         assert here is not None
