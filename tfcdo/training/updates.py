@@ -133,36 +133,21 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
                 "it, or that calls model.compile with its name, into `with strategy.scope():`"
             )
     for variable in variables or ():
-        _check_variable(variable, strategy)
+        check_variable(variable, strategy)
 
 
-def _check_variable(variable: Any, strategy: tf.distribute.Strategy) -> None:
-    """Raises a ValueError unless a variable is of the strategy's scope."""
-    if not _is_made_here(variable, strategy):
-        raise ValueError(
-            f"the variable {keras_internals.path_of(variable)!r} must be made in the scope of the "
-            f"strategy that trains it, {type(strategy).__name__}; it was made outside: move the "
-            "line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
-        )
-
-
-def check_metrics(model: Any) -> None:
-    """Raises a ValueError unless a model's metrics are of its strategy's scope."""
-    strategy = model.distribute_strategy
-    for variable in model.metrics_variables:
-        if not _is_made_here(variable, strategy):
-            raise ValueError(
-                f"the metric of the variable {keras_internals.path_of(variable)!r} must be made in "
-                f"the scope of the strategy of its model, {type(strategy).__name__}; it was made "
-                "outside: move the line that makes it, or that calls model.compile, into "
-                "`with strategy.scope():`"
-            )
-
-
-def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
+def check_variable(
+    variable: Any, strategy: Any, kind: str = "variable", line: str = "calls `enable_lora`"
+) -> None:
+    """Raises a ValueError unless a variable, such as a metric's, is of the strategy's scope."""
     value = keras_internals.value_of(variable)
     is_distributed = isinstance(value, tf_internals.DistributedValues)
-    return is_distributed and getattr(value, "distribute_strategy", strategy) is strategy
+    if not is_distributed or getattr(value, "distribute_strategy", strategy) is not strategy:
+        raise ValueError(
+            f"the {kind} {keras_internals.path_of(variable)!r} must be made in the scope of the "
+            f"strategy that trains it, {type(strategy).__name__}; it was made outside: move the "
+            f"line that makes it, or {line}, into `with strategy.scope():`"
+        )
 
 
 def _summed(
@@ -408,7 +393,7 @@ def _update_shards(
     first = [of.index(i) for i in range(len(values))]
     arrived = found.send([changed[i] if first[i] == k else tf.zeros([0]) for k, i in enumerate(of)])
     for value, at, k in zip(values, owner, first, strict=True):
-        _send(value.values, at, arrived[k], devices)
+        _send(value, at, arrived[k])
     # Each replica has updated all averages, from its own values of the variables. Slots that Keras
     # does not know as a variable's are those that only one owner has written, as Adafactor's.
     of_owners = list(zip(keras_internals.averages(leaf, variables), owner, strict=False))
@@ -419,8 +404,7 @@ def _update_shards(
         if key not in known and len(replicas) == 1
     ]
     for slot, at in of_owners:
-        value = slot.values[at].read_value()
-        _send(slot.values, at, [value] * len(devices), devices)
+        _send(slot, at, [slot.values[at].read_value()] * len(devices))
 
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
@@ -461,14 +445,12 @@ def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequen
     return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
 
 
-def _send(
-    components: Sequence[tf.Variable], owner: int, arrived: Sequence[Any], devices: Sequence[str]
-) -> None:
+def _send(variable: Any, owner: int, arrived: Sequence[Any]) -> None:
     """Gives the components of all devices but the owner's their new values."""
-    for index, (component, value) in enumerate(zip(components, arrived, strict=True)):
+    for index, (component, value) in enumerate(zip(variable.values, arrived, strict=True)):
         if index == owner:
             continue
-        with tf.device(devices[index]):
+        with tf.device(component.device):
             if isinstance(value, tf.IndexedSlices):
                 component.scatter_update(value)
             else:
@@ -510,7 +492,7 @@ def note_write(own: Function, variable: Any, value: Any) -> Any:
     in_step = step.current_several() is not None and step.now.method
     # Each replica assigns its own copy; one that was made outside would be assigned K times.
     if in_step and tf_internals.is_variable(keras_internals.value_of(variable)):
-        _check_variable(variable, tf.distribute.get_strategy())
+        check_variable(variable, tf.distribute.get_strategy())
     _note(variable, None)
     return own(variable, value)
 
