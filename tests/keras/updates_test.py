@@ -131,8 +131,6 @@ class UpdatesTest(kt.TrainingTestCase):
     def test_arguments_of_an_optimizer_of_the_user(self):
         class Halved(ko.SGD):
             def apply(self, grads: Any, variables: Any = None, factor: float = 1.0) -> Any:
-                # AutoGraph converts conditions of tensors, also though tfcdo calls these methods.
-                factor = factor if grads[0][0] > 1.0 else 0.0
                 super().apply([factor * grad for grad in grads], variables)
                 variables[0].assign_sub([1.0])  # As each replica does, whatever the aggregation.
 
@@ -144,7 +142,7 @@ class UpdatesTest(kt.TrainingTestCase):
             variable, optimizer = keras.Variable([8.0], aggregation="sum"), Halved(1.0)
             optimizer.build([variable])
         pairs = [(tf.constant([2.0]), variable)]
-        tf.function(lambda: strategy.run(lambda: optimizer.apply_gradients(pairs)))()
+        tf.function(lambda: strategy.run(lambda: optimizer.apply_gradients(pairs)))()  # AutoGraph
         self.assertAllClose([8 - 0.5 * (2 + 2) - 1], variable)
         failing = mock.patch.object(ko.SGD, "add_optimizer_variables", side_effect=ValueError)
         with failing, self.assertRaises(ValueError):
