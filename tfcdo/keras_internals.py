@@ -484,24 +484,22 @@ def set_initial_epoch(model: Any, epoch: int) -> None:
 
 
 @contextlib.contextmanager
-def without_loss(model: Any) -> Iterator[None]:
-    """Takes away the loss of `compile` for a while."""
-    loss, model._compile_loss = model._compile_loss, None
+def _without(name: str, model: Any) -> Iterator[None]:
+    """Takes away an attribute of a model for a while, which Keras does not notice."""
+    value, vars(model)[name] = getattr(model, name), None
     try:
         yield
     finally:
-        model._compile_loss = loss
+        vars(model)[name] = value
+
+
+without_loss = functools.partial(_without, "_compile_loss")
 
 
 def symbolic_build(model: Any, spec: Any) -> None:
     """Makes all variables of a model from the spec of a batch, but not its optimizer's."""
-    attributes = vars(model)
-    optimizer, attributes["optimizer"] = model.optimizer, None
-    try:
-        with building(model), model.distribute_strategy.scope():
-            model._symbolic_build(data_batch=spec)
-    finally:
-        attributes["optimizer"] = optimizer
+    with _without("optimizer", model), building(model), model.distribute_strategy.scope():
+        model._symbolic_build(data_batch=spec)
 
 
 # Random numbers

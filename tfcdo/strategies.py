@@ -401,8 +401,7 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         )
         settings = {
             "devices_per_worker": devices_per_worker or virtual_devices.devices_here(None)[1],
-            **_settings(options, cross_device_ops, exchange),
-            "outer": outer.identity if outer else "None",
+            **_settings(options, cross_device_ops, exchange, outer),
             **{name: str(value) for name, value in switches.items()},
         }
         joined = session.current()
@@ -516,13 +515,15 @@ class _MultiWorkerExtended(ReplicaExtended, tf_internals.MultiWorkerExtended):
         return initial_value
 
 
-def _settings(options: Any, ops: Any, exchange: Any) -> dict[str, Any]:
+def _settings(options: Any, ops: Any, exchange: Any, outer: DiLoCo | None) -> dict[str, Any]:
     """Returns the strategy's arguments by name, as hosts compare them."""
+    of_outer = vars(outer).items() if outer else ()  # Its optimizer's own are compared later.
     return {
         **(ops.compared_among_hosts if ops else {"cross_device_ops": "by default"}),
         "communication_options.implementation": options.implementation.value,
         "communication_options.bytes_per_pack": str(options.bytes_per_pack),
         "exchange": identity(exchange),
+        "outer": [f"{name}={identity(one)}" for name, one in of_outer] or "None",
     }
 
 

@@ -25,6 +25,7 @@ from tfcdo import private_names
 private_names.check(__spec__, "TensorFlow")
 
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
+from tensorflow.python.autograph.core import config as _ag_config
 from tensorflow.python.autograph.impl import api as _autograph
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
@@ -107,10 +108,7 @@ OVERRIDES: tuple[private_names.Member, ...] = (
     *((MirroredExtended, *member) for member in _OF_BOTH.items()),
     *((MultiWorkerExtended, *member) for member in (*_OF_BOTH.items(), *_OF_SEVERAL_HOSTS.items())),
     (SyncOnReadVariable, "__init__", ("self", "strategy", "values", "aggregation")),
-    *(
-        (SyncOnReadVariable, name, ("self", "value"))
-        for name in ("assign", "assign_add", "assign_sub")
-    ),
+    *((SyncOnReadVariable, f"assign{end}", ("self", "value")) for end in ("", "_add", "_sub")),
     (SyncOnReadVariable, "read_value", ("self",)),
     *(
         (SyncOnReadVariable, f"scatter_{name}", ("self",))
@@ -150,10 +148,15 @@ def with_python_function(function: Any, python_function: Callable[..., Any]) -> 
     return function._clone(python_function=python_function)
 
 
-def converted(python_function: Callable[..., Any]) -> Callable[..., Any]:
-    """Returns a Python function as a strategy runs it: AutoGraph converts it."""
-    enabled = _ag_ctx.ControlStatusCtx(_ag_ctx.Status.ENABLED)
-    function: Callable[..., Any] = _autograph.tf_convert(python_function, enabled)
+# A `tf.function` rewrites the Python that it calls, for tensors in `if` and `for`. tfcdo has none,
+# as Keras and TensorFlow, so rewriting it would only make tracing slow.
+_ag_config.CONVERSION_RULES += (_ag_config.DoNotConvert("tfcdo"),)
+
+
+def converted(users: Callable[..., Any]) -> Callable[..., Any]:
+    """Returns a user's function, which AutoGraph rewrites if it does so with its caller."""
+    context = _ag_ctx.control_status_ctx()
+    function: Callable[..., Any] = _autograph.tf_convert(users, context, convert_by_default=False)
     return function
 
 

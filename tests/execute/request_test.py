@@ -161,7 +161,7 @@ class RefusalTest(tf.test.TestCase):
         booleans = tu.per_replica([True, False])
         calls += [
             ("value must be a tensor.*got None", lambda: OPS.reduce(SUM, None, "/cpu:0")),
-            ("^.{0,300}$", lambda: OPS.batch_reduce(SUM, [list(range(10_000))])),
+            ("^.{0,300}$", lambda: OPS.batch_reduce(SUM, [range(10_000)])),  # type: ignore[list-item]
             ("IndexedSlices", lambda: OPS._gather(table, "/cpu:1", 0)),
             ("options", lambda: OPS.batch_reduce(SUM, [(good, good)], "nonsense")),
             ("options", lambda: OPS._gather(good, good, 0, "nonsense")),

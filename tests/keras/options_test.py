@@ -37,7 +37,9 @@ class ShardedStateTest(kt.TrainingTestCase):
         """Sums reach their owners only, and weights all devices."""
         strategy = kt.strategy_of(2, shard_optimizer_state=True)
         shapes = [(30,), (10,), (10,)]
-        of_user = type("OfUser", (ko.SGD,), {"apply": lambda *args: ko.SGD.apply(*args)})
+        apply = ko.SGD.apply  # AutoGraph converts a user's own, with a condition of a tensor.
+        own = {"apply": lambda it, g, *v: apply(it, [-g[0] if g[0][0] > 9 else g[0], *g[1:]], *v)}
+        of_user = type("OfUser", (ko.SGD,), own)
         with strategy.scope():
             variables = [keras.Variable(np.ones(shape, np.float32)) for shape in shapes]
             optimizer = of_user(0.2)

@@ -136,12 +136,13 @@ class UpdatesTest(kt.TrainingTestCase):
 
             def apply_gradients(self, grads_and_vars: Any) -> Any:
                 grads, variables = ([pair[i] for pair in grads_and_vars] for i in range(2))
-                return self.apply(grads, variables, factor=0.5)
+                return self.apply(grads, variables, factor=0.5 if grads[0][0] > 3.0 else 0.0)
 
         with (strategy := kt.strategy_of(2)).scope():
             variable, optimizer = keras.Variable([8.0], aggregation="sum"), Halved(1.0)
             optimizer.build([variable])
-        strategy.run(lambda: optimizer.apply_gradients([(tf.constant([2.0]), variable)]))
+        pairs = [(tf.constant([2.0]), variable)]
+        tf.function(lambda: strategy.run(lambda: optimizer.apply_gradients(pairs)))()  # AutoGraph
         self.assertAllClose([8 - 0.5 * (2 + 2) - 1], variable)
         failing = mock.patch.object(ko.SGD, "add_optimizer_variables", side_effect=ValueError)
         with failing, self.assertRaises(ValueError):

@@ -18,6 +18,7 @@ from keras_training import model_of
 import tfcdo
 from tfcdo import keras_internals, log, strategies, version, virtual_devices
 from tfcdo.cluster import protocol
+from tfcdo.exchange import DiLoCo
 from tfcdo.plan import copy_tree
 from tfcdo.topology.presets import preset
 
@@ -285,6 +286,7 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
             ("nccl", auto(), auto(nccl=False), "True", "False"),
             ("reduce_to_device", one("/cpu:0"), one("CPU:1"), "CPU:0", "CPU:1"),
             ("exchange", {}, {"exchange": lambda path, spec: None}, "Sum", "<lambda>"),
+            ("outer.*3", {"outer": DiLoCo(3, ring)}, {"outer": DiLoCo(3)}, "=partial", "=None"),
             ("bytes_per_pack", {}, {"bytes_per_pack": 64}, "0", "64"),
             ("implementation", {}, {"implementation": by_nccl}, "AUTO", "NCCL"),
         ):
@@ -296,9 +298,9 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
                 shown = rf"{key}: [^:]*{left}[^:]* on host 0, [^:]*{right}[^:]* on host 1"
                 self.assertRegex(protocol.differences(given, "host 0", others, "host 1"), shown)
 
-    def settings(self, ops=None, exchange=None, **options):
+    def settings(self, ops=None, exchange=None, outer=None, **options):
         made = tf.distribute.experimental.CommunicationOptions(**options)
-        return strategies._settings(made, ops, exchange or tfcdo.exchange.Sum())
+        return strategies._settings(made, ops, exchange or tfcdo.exchange.Sum(), outer)
 
     def test_a_wrong_tf_config_is_told_before_anything_starts(self):
         for call in (tfcdo.MirroredStrategy, tfcdo.MultiWorkerMirroredStrategy, tfcdo.is_chief):

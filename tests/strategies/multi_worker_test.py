@@ -307,7 +307,6 @@ _SHAPES = ((400,), (20, 30), (1000,), (), (20, 30), (7, 11), (1300,), (2, 2, 3),
 # each; `mirrored_test` has the other arguments.
 SETTINGS: Sequence[tuple[Any, ...]] = (
     ("", {"cross_device_ops": tfcdo.AutoAllReduce()}, {}, "AutoAllReduce", "by default"),
-    ("outer", {}, {"outer": tfcdo.exchange.DiLoCo(3)}, "None", "every=3"),
     ("shard_optimizer_state", {}, {"shard_optimizer_state": True}, "False", "True"),
     ("devices_per_worker", {}, {"devices_per_worker": 1}, "2", "1"),
 )

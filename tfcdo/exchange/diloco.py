@@ -7,7 +7,6 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 from tfcdo import checks
-from tfcdo.exchange.protocol import identity
 
 
 @dataclasses.dataclass(frozen=True)
@@ -62,9 +61,3 @@ class DiLoCo:
                 "TensorFlow must not start before the strategy; or a name or configuration that "
                 f"keras.optimizers.get takes, or None; got {one!r}"
             )
-
-    @property
-    def identity(self) -> str:
-        """Returns the arguments as hosts compare them; the optimizer's own follow later."""
-        optimizer = identity(self.optimizer)
-        return f"DiLoCo(every={self.every}, optimizer={optimizer}, fragments={self.fragments})"

@@ -27,10 +27,6 @@ from tfcdo.plan.plan import Plan
 from tfcdo.topology import detection
 from tfcdo.topology.topology import Topology
 
-# A tf.function rewrites the Python that it calls, for tensors in `if` and `for`. tfcdo has no such
-# tensors, so rewriting it would only make tracing slow.
-_as_written = tf.autograph.experimental.do_not_convert
-
 
 class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Trackable):
     """Does the work that all classes share; they differ in their `Options`."""
@@ -79,7 +75,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         )
         return f"{type(self).__name__}({arguments})"
 
-    @_as_written
     def reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,
@@ -114,7 +109,6 @@ class ConfiguredCrossDeviceOps(tf.distribute.CrossDeviceOps, tf_internals.Tracka
         """
         return self.reduce_implementation(reduce_op, per_replica_value, destinations, options)
 
-    @_as_written
     def batch_reduce(
         self,
         reduce_op: tf.distribute.ReduceOp,

@@ -75,7 +75,6 @@ def of_model(model: Any) -> dict[str, Any]:
     }
 
 
-@tf.autograph.experimental.do_not_convert
 def shuffled(
     own: Function, dataset: Any, buffer_size: Any, seed: Any = None, *args: Any, **kwargs: Any
 ) -> tf.data.Dataset:
@@ -123,7 +122,6 @@ def of_arrays(own: Function, adapter: Any) -> tf.data.Dataset:
     return dataset
 
 
-@tf.autograph.experimental.do_not_convert
 def permuted(own: Function, value: Any, seed: Any = None, name: Any = None) -> tf.Tensor:
     """Stands for `tf.random.shuffle`, by which Keras orders arrays, in each epoch anew."""
     if step.now.order is None:
@@ -185,8 +183,8 @@ class WeightComparison:
             return None
         with strategy.scope():
             digests = self._digests()().numpy()
-            replicas = np.arange(len(digests))
-            of_host = replicas - replicas % len(strategy.extended.worker_devices)
+            replicas, devices = np.arange(len(digests)), len(strategy.extended.worker_devices)
+            of_host = replicas - replicas % devices
             alone = np.arange(len(variables)) < self._num_of_host
             others = np.where(alone, of_host[:, None], 0)  # With which each is compared.
             differs = digests != np.take_along_axis(digests, others, 0)
@@ -204,8 +202,7 @@ class WeightComparison:
             values = strategy.gather(  # This one variable is sent.
                 strategy.run(lambda: tf.cast(tf.convert_to_tensor(first), tf.float64)[None]), axis=0
             ).numpy()
-        hosts = strategy.num_replicas_in_sync // len(strategy.extended.worker_devices)
-        host = f" (host {replica * hosts // strategy.num_replicas_in_sync})" if hosts > 1 else ""
+        host = f" (host {replica // devices})" if len(digests) > devices else ""
         return (
             f"replica {replica}{host} holds other numbers of {first.path} than replica {other}, by "
             f"{np.abs(values[replica] - values[other]).max():.3g} at most; of {len(variables)} "

@@ -199,7 +199,6 @@ def between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> 
     context = tf.distribute.get_replica_context()
     begun: list[dict[int, Any]] = []
 
-    @tf.autograph.experimental.do_not_convert
     def begin(strategy: tf.distribute.Strategy) -> None:
         if variables is not None:
             keras_internals.build(optimizer, variables)
@@ -207,7 +206,6 @@ def between_hosts(optimizer: Any, variables: Any, update: Callable[[], Any]) -> 
         # A LossScaleOptimizer calls its inner optimizer where the replicas meet.
         step.change_all(applies=True)
 
-    @tf.autograph.experimental.do_not_convert
     def end(strategy: tf.distribute.Strategy) -> None:
         total = step.change_all(applies=False)[0].total
         for state, exchanges in zip(states_of(optimizer), begun, strict=True):

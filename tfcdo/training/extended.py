@@ -177,7 +177,6 @@ class ReplicaExtended:
             with tf.device(self.worker_devices[0]):
                 instead = step.stand_ins(steps, first)
 
-        @tf.autograph.experimental.do_not_convert
         def with_examples(*args: Any, **kwargs: Any) -> Any:
             here = step.now.step
             if not is_keras or here is None:
@@ -206,7 +205,6 @@ class ReplicaExtended:
         if fn not in self._functions:
             known = weakref.ref(fn)
 
-            @tf.autograph.experimental.do_not_convert
             def on_all(*args: Any, **kwargs: Any) -> Any:
                 function = tf_internals.converted(known().python_function)  # type: ignore[union-attr]
                 return self._call_for_each_replica(function, args, kwargs)
@@ -371,7 +369,6 @@ def _entering(fn: Any, steps: Sequence[ReplicaStep], after: Sequence[Any] = ()) 
     """Returns a function that enters the step of the replica that calls it."""
     alone, method = step.now.host_alone, step.now.method
 
-    @tf.autograph.experimental.do_not_convert
     def on_replica(*args: Any, **kwargs: Any) -> Any:
         here = steps[tf_internals.replica_on_host()]
         entered = step.during(step=here, host_alone=alone, method=method)

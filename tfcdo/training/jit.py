@@ -83,7 +83,6 @@ def jit_compile(step: Callable[..., Any], optimizer: Any = None) -> Callable[...
     return functools.partial(_run, step)
 
 
-@tf.autograph.experimental.do_not_convert
 def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
     here = running.now.step or running.ReplicaStep(0, 1)
     if here.trace is not None:

@@ -269,7 +269,6 @@ def averaged(own: Function, metric: Any, values: Any, sample_weight: Any = None)
     return own(metric, mean, share * weight if isinstance(weight, float) else weight)
 
 
-@tf.autograph.experimental.do_not_convert
 def global_batch(values: Any) -> Any:
     """Returns the rows of all replicas, in the order of the batch.
 

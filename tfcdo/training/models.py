@@ -395,8 +395,9 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    if several and name != "predict":
-        updates.check_metrics(model)
+    for variable in model.metrics_variables if several and name != "predict" else ():
+        kind, line = "metric of the variable", "that calls model.compile"
+        updates.check_variable(variable, model.distribute_strategy, kind, line)
     if several and model.jit_compile and name != "predict" and (before is None or force):
         keras_internals.make_function(model, name, jit.jit_compile(getattr(model, f"{name}_step")))
     else:

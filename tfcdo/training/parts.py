@@ -116,7 +116,6 @@ def _warn_of_unlike_sizes(dataset: tf.data.Dataset, replicas: int) -> None:
         )
 
 
-@tf.autograph.experimental.do_not_convert
 def _part(batch: Any, index: tf.Tensor, replicas: int, are_even: bool) -> Any:
     first = next(filter(tf.is_tensor, tf.nest.flatten(batch)), None)
 
@@ -179,7 +178,6 @@ def _of_elements(dataset: tf.data.Dataset, function: Callable[[Any], Any]) -> An
     """Returns a function for `map`, which passes the parts of a plain tuple, not of a named one."""
     is_tuple = type(dataset.element_spec) is tuple
 
-    @tf.autograph.experimental.do_not_convert
     def of_elements(*parts: Any) -> Any:
         return function(parts if is_tuple else parts[0])
 

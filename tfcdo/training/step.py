@@ -296,7 +296,6 @@ def on_each_alone(strategy: tf.distribute.Strategy, function: Any, grads: Sequen
     """Calls a function on each replica, which works alone."""
     last = last_of(grads)
 
-    @tf.autograph.experimental.do_not_convert
     def on_replica(grads: Sequence[Any]) -> Any:
         with changed(alone=True, counts_after=last):
             return function(grads)
@@ -310,7 +309,6 @@ def last_of(grads: Sequence[Any]) -> list[tf.Tensor]:
     return list(tf.nest.flatten(last, expand_composites=True))
 
 
-@tf.autograph.experimental.do_not_convert
 def summed(value: Any) -> tf.Tensor:
     """Returns the sum of a value over all replicas, on each; they meet for it."""
     # TensorFlow's `ReplicaContext.all_reduce` has a `tf.custom_gradient`: see `gradients`.

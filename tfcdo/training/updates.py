@@ -36,6 +36,7 @@ def apply(
     **kwargs: Any,
 ) -> Any:
     """Stands for an optimizer's `apply`; hosts that train alone meet if it is time to."""
+    own = tf_internals.converted(own)
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
         return own(optimizer, grads, variables, *args, **kwargs)  # A user's may have others.
@@ -53,6 +54,7 @@ def apply_gradients(
     own: Function, optimizer: Any, grads_and_vars: Any, *args: Any, **kwargs: Any
 ) -> Any:
     """Stands for a user's own `apply_gradients`, which gets the sums as an `apply` does."""
+    own = tf_internals.converted(own)
 
     def own_apply(optimizer: Any, grads: Sequence[Any], variables: Any) -> Any:
         # A list, which it may go through twice.
@@ -67,8 +69,7 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
     strategy = tf.distribute.get_strategy()
     here = step.now.step
     if here is None or here.alone or not step.is_ours(strategy):
-        divided = _divided(optimizer) if here is None else None
-        if divided:  # AutoGraph, which converts what a user's `apply` calls, takes no `:=`.
+        if here is None and (divided := _divided(optimizer)):
             raise ValueError(
                 f"the optimizer {optimizer.name!r} must be applied in strategy.run or fit, because "
                 f"each replica has its part of {divided}; it was applied outside of them"
@@ -132,39 +133,23 @@ def check_made_here(optimizer: Any, strategy: Any, variables: Sequence[Any] | No
                 "it, or that calls model.compile with its name, into `with strategy.scope():`"
             )
     for variable in variables or ():
-        _check_variable(variable, strategy)
+        check_variable(variable, strategy)
 
 
-def _check_variable(variable: Any, strategy: tf.distribute.Strategy) -> None:
-    """Raises a ValueError unless a variable is of the strategy's scope."""
-    if not _is_made_here(variable, strategy):
+def check_variable(
+    variable: Any, strategy: Any, kind: str = "variable", line: str = "calls `enable_lora`"
+) -> None:
+    """Raises a ValueError unless a variable, such as a metric's, is of the strategy's scope."""
+    value = keras_internals.value_of(variable)
+    is_distributed = isinstance(value, tf_internals.DistributedValues)
+    if not is_distributed or getattr(value, "distribute_strategy", strategy) is not strategy:
         raise ValueError(
-            f"the variable {keras_internals.path_of(variable)!r} must be made in the scope of the "
+            f"the {kind} {keras_internals.path_of(variable)!r} must be made in the scope of the "
             f"strategy that trains it, {type(strategy).__name__}; it was made outside: move the "
-            "line that makes it, or calls `enable_lora`, into `with strategy.scope():`"
+            f"line that makes it, or {line}, into `with strategy.scope():`"
         )
 
 
-def check_metrics(model: Any) -> None:
-    """Raises a ValueError unless a model's metrics are of its strategy's scope."""
-    strategy = model.distribute_strategy
-    for variable in model.metrics_variables:
-        if not _is_made_here(variable, strategy):
-            raise ValueError(
-                f"the metric of the variable {keras_internals.path_of(variable)!r} must be made in "
-                f"the scope of the strategy of its model, {type(strategy).__name__}; it was made "
-                "outside: move the line that makes it, or that calls model.compile, into "
-                "`with strategy.scope():`"
-            )
-
-
-def _is_made_here(variable: Any, strategy: tf.distribute.Strategy) -> bool:
-    value = keras_internals.value_of(variable)
-    is_distributed = isinstance(value, tf_internals.DistributedValues)
-    return is_distributed and getattr(value, "distribute_strategy", strategy) is strategy
-
-
-@tf.autograph.experimental.do_not_convert
 def _summed(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -209,7 +194,6 @@ def _lookups_summed(
     return found, lookups
 
 
-@tf.autograph.experimental.do_not_convert
 def unified(
     strategy: tf.distribute.Strategy, grads: Sequence[Any], variables: Sequence[Any]
 ) -> list[Any]:
@@ -277,7 +261,6 @@ def _unified(grad: Any, shape: list[int], devices: Sequence[str]) -> Any:
     return step.on_each(devices, unify, grad.values)
 
 
-@tf.autograph.experimental.do_not_convert
 def _update(
     strategy: tf.distribute.Strategy, leaf: Any, grads: Sequence[Any], variables: Sequence[Any]
 ) -> None:
@@ -384,7 +367,6 @@ def _update_shards(
     # Slots that are on all devices, and which replicas have written them.
     slots: dict[int, tuple[Any, list[int]]] = {}
 
-    @tf.autograph.experimental.do_not_convert
     def on_owner(scales: Sequence[Any]) -> None:
         here = step.now.step
         assert here is not None
@@ -411,7 +393,7 @@ def _update_shards(
     first = [of.index(i) for i in range(len(values))]
     arrived = found.send([changed[i] if first[i] == k else tf.zeros([0]) for k, i in enumerate(of)])
     for value, at, k in zip(values, owner, first, strict=True):
-        _send(value.values, at, arrived[k], devices)
+        _send(value, at, arrived[k])
     # Each replica has updated all averages, from its own values of the variables. Slots that Keras
     # does not know as a variable's are those that only one owner has written, as Adafactor's.
     of_owners = list(zip(keras_internals.averages(leaf, variables), owner, strict=False))
@@ -422,8 +404,7 @@ def _update_shards(
         if key not in known and len(replicas) == 1
     ]
     for slot, at in of_owners:
-        value = slot.values[at].read_value()
-        _send(slot.values, at, [value] * len(devices), devices)
+        _send(slot, at, [slot.values[at].read_value()] * len(devices))
 
 
 def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
@@ -464,14 +445,12 @@ def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequen
     return tf.IndexedSlices(tf.gather(value, indices[0]), indices[0])
 
 
-def _send(
-    components: Sequence[tf.Variable], owner: int, arrived: Sequence[Any], devices: Sequence[str]
-) -> None:
+def _send(variable: Any, owner: int, arrived: Sequence[Any]) -> None:
     """Gives the components of all devices but the owner's their new values."""
-    for index, (component, value) in enumerate(zip(components, arrived, strict=True)):
+    for index, (component, value) in enumerate(zip(variable.values, arrived, strict=True)):
         if index == owner:
             continue
-        with tf.device(devices[index]):
+        with tf.device(component.device):
             if isinstance(value, tf.IndexedSlices):
                 component.scatter_update(value)
             else:
@@ -513,7 +492,7 @@ def note_write(own: Function, variable: Any, value: Any) -> Any:
     in_step = step.current_several() is not None and step.now.method
     # Each replica assigns its own copy; one that was made outside would be assigned K times.
     if in_step and tf_internals.is_variable(keras_internals.value_of(variable)):
-        _check_variable(variable, tf.distribute.get_strategy())
+        check_variable(variable, tf.distribute.get_strategy())
     _note(variable, None)
     return own(variable, value)
 
