@@ -49,8 +49,9 @@ def main(folder: str) -> None:
     host, run = strategy.cluster_resolver.task_id, int(os.environ[worker.RESTART_COUNT])
     if run == 0:
         _train(strategy, pathlib.Path(folder, f"undisturbed-{host}.npz"))
-    if host == 1:  # It trains a model alone, which is none of the hosts' trainings.
-        alone = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "alone"))
+    if (host, run) == (1, 0):  # It trains a model alone, which is none of the hosts' trainings.
+        path = pathlib.Path(folder, "alone")
+        alone = tfcdo.keras.BackupAndRestore(path, delete_checkpoint=False)
         _train(tfcdo.MirroredStrategy(), pathlib.Path(folder, "alone.npz"), alone)
     backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
 
@@ -111,6 +112,7 @@ class BackupHostsTest(tf.test.TestCase):
         self.assertRegex(result.stdout, "run 2 goes on after batch [45]\n")
         self.assertIn("run 2 began in epoch 1", result.stdout)
         self.assertFalse((folder / "backup").exists())
+        self.assertLen([*(folder / "alone").glob("*.npz")], 2)
         for host in 0, 1:
             expected = np.load(folder / f"undisturbed-{host}.npz")
             actual = np.load(folder / f"disturbed-{host}.npz")
