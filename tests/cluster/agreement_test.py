@@ -77,14 +77,15 @@ class AgreementTest(parameterized.TestCase):
         self.enter_context(mock.patch.object(protocol, "GRACE", 0.5))
         self.enter_context(mock.patch.object(session, "_POLL", 0.15))
 
-    @parameterized.parameters((0, "check_hosts", {"worker": 3}), (1, "delete", "none"))
-    def test_a_host_does_not_wait_for_one_that_has_ended(self, host, ask, about):
-        with mock.patch.object(Store, ask, side_effect=ConnectionError("is gone")) as asked:
+    @parameterized.parameters((0, {"worker": 3}), (1, {}))
+    def test_a_host_does_not_wait_for_one_that_has_ended(self, host, jobs):
+        gone = ConnectionError("is gone")
+        with mock.patch.object(Store, "check_hosts", side_effect=gone) as asked:
             own = make_session(Store(), host, 20.0)
             self.assertRaisesRegex(ConnectionError, "is gone", own.number, kind("a"), 1)
             own.fail("it has said why")
             self.assertRaisesRegex(RuntimeError, "it has said why", own.number, kind("a"), 1)
-        asked.assert_called_once_with(about)
+        asked.assert_called_once_with(jobs)
 
     def test_equal_numbers_for_late_hosts_and_threads_in_any_order(self):
         # A busy machine holds a thread up for half a second.
@@ -266,7 +267,6 @@ class WatchTest(parameterized.TestCase):
         for host, own in enumerate(self.agreements):
             abort = lambda late, reason, host=host: self.aborts.append((host, late, reason))  # noqa: E731
             looks = watch.Watch(own.cluster, self.store, own.judge, abort, 600.0)
-            looks._thread = threading.current_thread()  # None of its own: the test looks.
             marks = mock.Mock(count=lambda host=host: self.counts[host])
             marks.times.return_value = np.zeros(progress.events_kept(2))
             looks.add(kind("f[4]"), marks)
@@ -348,8 +348,8 @@ def made_kind(name, times, begun=None):
     marks.times.return_value = kept.ravel()
     count = 2 * uses * collectives if begun is None else begun
     marks.count.return_value = count
-    description = {"what": "all-reduce", "collectives": collectives, "plan": "f" * 64}
-    return progress.Kind(name, description, marks, count)
+    about = progress.KindOfCollectives("all-reduce", "f" * 64, collectives)
+    return progress.Kind(name, about, marks, count)
 
 
 def steps_of(host_waits, step=0.5, first=1000.0):

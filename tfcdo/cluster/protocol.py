@@ -129,7 +129,7 @@ class Store(Protocol):
         """Removes a key, so that it can be written again."""
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
-        """Raises an error if a task has ended; the chief calls it with the tasks of each job."""
+        """Raises an error if the chief is silent, or one of the tasks of these jobs has ended."""
 
 
 class Kinds:

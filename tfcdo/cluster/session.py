@@ -254,11 +254,10 @@ class Session:
             if reason is not None:
                 is_late = reason.startswith(protocol.LATE)
                 raise (LateHostError if is_late else DisagreementError)(reason)
-            # Only now: a host that has ended may have said why.
-            if self.cluster.is_chief:
-                self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
-            else:  # A stopped chief ends a write. What is read would be waited for until the end.
-                self.store.delete("none")
+            # Only now: a host that has ended may have said why. Only the chief, whose own server
+            # answers, asks for tasks: TensorFlow waits for that answer with Python's lock held.
+            jobs = (task.job for task in self.cluster.tasks if self.cluster.is_chief)
+            self.store.check_hosts(collections.Counter(jobs))
         return found
 
     def _hear(self, host: int, timeout: float) -> None:
@@ -296,6 +295,7 @@ def join(
         _current = Session(cluster, make_store(), abort, timeout, membership)
         atexit.register(_leave)
         progress.listen()
+        _current.watch.thread.start()
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "
@@ -306,6 +306,7 @@ def join(
 
 def _leave() -> None:
     assert _current is not None
+    _current.watch.stop()
     error = getattr(sys, "last_value", None)  # Python has printed it and ends.
     if error is not None:
         _current.watch.write_box(protocol.describe_error(error))
