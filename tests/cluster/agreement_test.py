@@ -79,10 +79,9 @@ class AgreementTest(parameterized.TestCase):
 
     @parameterized.parameters((0, {"worker": 3}), (1, {}))
     def test_a_host_does_not_wait_for_one_that_has_ended(self, host, jobs):
-        gone = ConnectionError("is gone")
-        with mock.patch.object(Store, "check_hosts", side_effect=gone) as asked:
+        with mock.patch.object(Store, "check_hosts", side_effect=_Unavailable("is gone")) as asked:
             own = make_session(Store(), host, 20.0)
-            self.assertRaisesRegex(ConnectionError, "is gone", own.number, kind("a"), 1)
+            self.assertRaisesRegex(_Unavailable, "is gone", own.number, kind("a"), 1)
             own.fail("it has said why")
             self.assertRaisesRegex(RuntimeError, "it has said why", own.number, kind("a"), 1)
         asked.assert_called_once_with(jobs)

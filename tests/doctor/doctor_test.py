@@ -355,18 +355,14 @@ class TfConfigTest(absltest.TestCase):
             return examination.examine_tf_config().hosts
 
     def test_hosts_are_reached_or_not(self):
-        has_ipv6 = socket.has_dualstack_ipv6()  # Then TensorFlow's server listens there, too.
-        name, family = ("::1", socket.AF_INET6) if has_ipv6 else ("127.0.0.1", socket.AF_INET)
-        listening = self.enter_context(socket.create_server((name, 0), family=family))
-        with socket.socket() as held:
+        with socket.create_server(("127.0.0.1", 0)) as listening, socket.socket() as held:
             held.bind(("127.0.0.1", 0))
-            refusing, port = f"127.0.0.1:{held.getsockname()[1]}", listening.getsockname()[1]
+            there, refusing = (f"127.0.0.1:{one.getsockname()[1]}" for one in (listening, held))
             with socket.socket() as free:
                 free.bind(("127.0.0.1", 0))
                 own = f"127.0.0.1:{free.getsockname()[1]}"
-            there = f"[{name}]:{port}" if has_ipv6 else f"{name}:{port}"
             *reached, nobody = self.examine(own, there, refusing, "no-such-host.invalid:2222")
-            used, _, nameless = self.examine(there, f"localhost:{port}", "no-such..host:2222")
+            used, _, nameless = self.examine(there, f"localhost{there[9:]}", "no-such..host:2222")
         for one, pattern in (
             (reached[0], "ok: host 0 .*: this process's own; the port is free"),
             (reached[1], "ok: host 1 .*: a worker listens there"),

@@ -50,8 +50,7 @@ def main(folder: str) -> None:
     if run == 0:
         _train(strategy, pathlib.Path(folder, f"undisturbed-{host}.npz"))
     if (host, run) == (1, 0):  # It trains a model alone, which is none of the hosts' trainings.
-        path = pathlib.Path(folder, "alone")
-        alone = tfcdo.keras.BackupAndRestore(path, delete_checkpoint=False)
+        alone = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "alone"), delete_checkpoint=False)
         _train(tfcdo.MirroredStrategy(), pathlib.Path(folder, "alone.npz"), alone)
     backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
 
