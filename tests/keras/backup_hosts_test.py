@@ -77,12 +77,11 @@ def _train(strategy: Any, path: pathlib.Path, *callbacks: Any) -> list[int]:
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
     data = tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1)
-    options: Any = {"steps_per_epoch": _STEPS, "epochs": _EPOCHS, "verbose": 0}
-    history = model.fit(data, callbacks=list(callbacks), **options)
+    model.fit(data, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks])
     variables = [*model.variables, *model.optimizer.variables]
     values = [part.numpy() for variable in variables for part in variable.value.values]
-    np.savez(path, *values, loss=history.history["loss"][-1])
-    return history.epoch
+    np.savez(path, *values, loss=model.history.history["loss"][-1])
+    return model.history.epoch
 
 
 # A shorter run that asks for a restart would count as a failure.
