@@ -192,13 +192,12 @@ class Session:
         return self.store.get("failed", self._look)
 
     def fail(self, reason: str) -> None:
-        """Tells the other hosts that this one gives up, and why."""
-        if self.failure() is None:
-            try:
-                self.store.set("failed", reason)
-                self._told = reason
-            except Exception as error:  # Another host was first, or the chief is gone: no action.
-                logging.info("tfcdo: could not tell the other hosts: %s", error)
+        """Tells the other hosts that this one gives up, and why, unless another was first."""
+        try:
+            self.store.set("failed", reason)
+            self._told = reason
+        except Exception as error:  # Another host was first, or the chief is gone: no action.
+            logging.info("tfcdo: could not tell the other hosts: %s", error)
 
     def leave(self, error: BaseException | None) -> None:
         """Tells the other hosts that this host's program ends, and why; the chief leaves last."""
