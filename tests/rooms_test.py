@@ -224,7 +224,7 @@ class TensorFlowDoorTest(tf.test.TestCase):
         store = tf_internals.KeyValueStore()
         with mock.patch.object(tf_internals._context, "context", return_value=context):
             with mock.patch.object(tf_internals, "_WRITE_SECONDS", 0.1):
-                for call in (lambda: store.set("key", "value"), lambda: store.delete("key")):
+                for call in (lambda: store.set("key", "value"), lambda: store.check_hosts({})):
                     self.assertRaisesRegex(tf.errors.DeadlineExceededError, "not answered", call)
             answers.set()
             store.set("other", "value")

@@ -541,9 +541,10 @@ class KeyValueStore:
         self._write(lambda: _context.context().delete_config_key_value(f"tfcdo/{key}"))
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
-        """Raises TensorFlow's error if it has taken a host for dead; the chief asks itself."""
+        """Raises TensorFlow's error if the chief is silent, or a task of these jobs is dead."""
         # Only collectives get that error. A wait for a key would last for its whole time.
-        states = _context.context().get_task_states(list(jobs.items()))
+        self.delete("none")  # Which ends, if it gets no answer.
+        states = _context.context().get_task_states(list(jobs.items())) if jobs else []
         tasks = [f"/job:{job}/task:{task}" for job, count in jobs.items() for task in range(count)]
         gone = [task for task, state in zip(tasks, states, strict=True) if state is not None]
         if gone:

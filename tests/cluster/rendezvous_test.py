@@ -76,7 +76,8 @@ class RendezvousTest(parameterized.TestCase):
             self.assertRegex(end, r"host 1 .* has started, but does not answer at that address")
 
     def test_a_port_in_use(self):
-        with socket.create_server(("", self.ports[0])):
+        family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET
+        with socket.create_server(("", self.ports[0]), family=family):  # Not for IPv4.
             ends = meet_all(self.addresses[:2], {0: {}}, timeout=2.0)
         told = f"port {self.ports[0]} of host 0 .* cannot be used on this machine: .*in use"
         self.assertRegex(ends[0], told)

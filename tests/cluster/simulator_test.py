@@ -83,10 +83,11 @@ class SimulatorTest(parameterized.TestCase):
         run.tick(protocol.SETTLE_SECONDS)
         run.end(protocol.End(1, protocol.RESTART_STATUS, at=5.0), 5.0)
         self.assertEqual((run.result().status, run.result().blamed), (1, 0))
-        run = protocol.Supervision(workers="abc", grace=10.0, leave=30.0)
-        run.end(protocol.End(0, protocol.RESTART_STATUS, at=5.0), 5.0)
-        said = run.end(protocol.End(1, status=139, at=6.0), 6.0)
-        self.assertEqual(said, ["b failed: exit status 139 (SIGSEGV)"])
+        run = protocol.Supervision(workers="abcd", grace=10.0, leave=30.0)
+        run.end(protocol.End(3, status=1, at=4.9), 4.9)
+        said = run.end(protocol.End(0, protocol.RESTART_STATUS, at=5.0), 5.0)[:1]
+        said += run.end(protocol.End(1, status=139, at=6.0), 6.0)
+        self.assertEqual(said, ["d failed: exit status 1", "b failed: exit status 139 (SIGSEGV)"])
         self.assertEqual(["killing c"], run.tick(35.0)[:1])
         self.assertEqual([], run.end(protocol.End(2, status=137, at=35.1), 35.1))
 

@@ -92,11 +92,11 @@ class BlackBoxTest(CommandTestCase):
                 self.assertRegex(result.errors, message)
 
     def test_the_last_thousand_of_all_kinds_by_time(self):
-        numbers = np.arange(200, 1200)
+        numbers, known = np.arange(200, 1200), progress.KindOfCollectives("gathering", "", 4)
         kinds = []
         for name, entered in (("a", numbers + 0.0), ("b", numbers + 0.5)):
             left = np.where(entered == 1199.5, np.nan, entered + 0.25)  # The last one waits.
-            kind = progress.Kind(name, {"values": ["f[2]"], "collectives": 4}, mock.Mock(), 1)
+            kind = progress.Kind(name, known, mock.Mock(), 1)
             last = progress.Collectives(numbers, entered, left)
             self.enter_context(mock.patch.object(kind, "last", return_value=last))
             kinds.append(kind)
@@ -113,7 +113,6 @@ class BlackBoxTest(CommandTestCase):
         expected[-1] = progress.Entry("b", 1199, 1199.5, None)
         self.assertTrue(expected == box.entries)  # The difference of long lists takes minutes.
         self.assertEqual((0, _HOSTS, "a reason"), (box.host, box.hosts, box.reason))
-        known = progress.KindOfCollectives("collective of 1 value (f[2])", "", 4)
         self.assertEqual({"a": known, "b": known}, box.kinds)
 
     @parameterized.parameters(

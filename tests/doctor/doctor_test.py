@@ -369,7 +369,7 @@ class TfConfigTest(absltest.TestCase):
             (reached[2], "ok: host 2 .*: the machine answers; no worker listens there yet"),
             (nobody, "wrong: host 3 .*: not reached: .*firewalls"),
             (nameless, "wrong: host 2 .*: not reached: .*label empty.*firewalls"),
-            (used, "wrong: host 0 .*own port cannot be used.*end the process that uses the port"),
+            (used, r"wrong: port \d+ of host 0 .* cannot be used .* end the process that uses it"),
         ):
             self.assertRegex(f"{one.severity}: {one.text} {one.remedy}", f"^{pattern}")
 

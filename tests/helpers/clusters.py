@@ -131,9 +131,6 @@ def disagreeing(case: str, pattern: str) -> Iterator[None]:
         def get(self, key: str, timeout: float) -> str | None:
             return super().get(f"{case}/{key}", timeout)
 
-        def delete(self, key: str) -> None:
-            super().delete(f"{case}/{key}")
-
     joined = session.current()
     assert joined is not None
     apart = session.Session(joined.cluster, Store(), tf_internals.abort_collectives, 60.0)

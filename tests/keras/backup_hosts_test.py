@@ -49,8 +49,8 @@ def main(folder: str) -> None:
     host, run = strategy.cluster_resolver.task_id, int(os.environ[worker.RESTART_COUNT])
     if run == 0:
         _train(strategy, pathlib.Path(folder, f"undisturbed-{host}.npz"))
-    if host == 1:  # It trains a model alone, which is none of the hosts' trainings.
-        alone = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "alone"))
+    if (host, run) == (1, 0):  # It trains a model alone, which is none of the hosts' trainings.
+        alone = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "alone"), delete_checkpoint=False)
         _train(tfcdo.MirroredStrategy(), pathlib.Path(folder, "alone.npz"), alone)
     backup = tfcdo.keras.BackupAndRestore(pathlib.Path(folder, "backup"), save_freq=1)
 
@@ -77,12 +77,11 @@ def _train(strategy: Any, path: pathlib.Path, *callbacks: Any) -> list[int]:
     drawn = np.random.default_rng(0)
     arrays = drawn.normal(size=[45, 4]), drawn.normal(size=[45, 1])
     data = tfcdo.keras.resumable_dataset(arrays, _BATCH, seed=1)
-    options: Any = {"steps_per_epoch": _STEPS, "epochs": _EPOCHS, "verbose": 0}
-    history = model.fit(data, callbacks=list(callbacks), **options)
+    model.fit(data, steps_per_epoch=_STEPS, epochs=_EPOCHS, verbose=0, callbacks=[*callbacks])
     variables = [*model.variables, *model.optimizer.variables]
     values = [part.numpy() for variable in variables for part in variable.value.values]
-    np.savez(path, *values, loss=history.history["loss"][-1])
-    return history.epoch
+    np.savez(path, *values, loss=model.history.history["loss"][-1])
+    return model.history.epoch
 
 
 # A shorter run that asks for a restart would count as a failure.
@@ -111,6 +110,7 @@ class BackupHostsTest(tf.test.TestCase):
         self.assertRegex(result.stdout, "run 2 goes on after batch [45]\n")
         self.assertIn("run 2 began in epoch 1", result.stdout)
         self.assertFalse((folder / "backup").exists())
+        self.assertLen([*(folder / "alone").glob("*.npz")], 2)
         for host in 0, 1:
             expected = np.load(folder / f"undisturbed-{host}.npz")
             actual = np.load(folder / f"disturbed-{host}.npz")

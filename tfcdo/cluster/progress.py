@@ -20,7 +20,7 @@ import numpy as np
 from absl import logging
 
 from tfcdo import cache_folder
-from tfcdo.cluster import config, protocol
+from tfcdo.cluster import config
 
 # Collectives of each kind whose times are kept, and uses of it if it has many packs.
 KEPT = 1000
@@ -58,16 +58,10 @@ class Kind:
     """A kind of collectives, its events at the last look, and when their number last changed."""
 
     name: str
-    description: protocol.Description
+    about: KindOfCollectives
     marks: EventCounter
     count: int = 0
     since: float = 0.0
-
-    @property
-    def about(self) -> KindOfCollectives:
-        """Returns what a reader learns of it."""
-        what, known = protocol.brief(self.description), self.description
-        return KindOfCollectives(what, known.get("plan", ""), known["collectives"])
 
     def last(self) -> Collectives:
         """Returns the last collectives of this process."""

@@ -129,7 +129,7 @@ class Store(Protocol):
         """Removes a key, so that it can be written again."""
 
     def check_hosts(self, jobs: Mapping[str, int]) -> None:
-        """Raises an error if a task has ended; the chief calls it with the tasks of each job."""
+        """Raises an error if the chief is silent, or one of the tasks of these jobs has ended."""
 
 
 class Kinds:
@@ -403,7 +403,8 @@ class Supervision:
             self.deadline = now + self._leave
             others = "; waiting for the others" if self.running else ""
             name = self._names[event.worker]
-            return [f"{name} asks to be started again, after a backup{others}"]
+            asks = f"{name} asks to be started again, after a backup{others}"
+            return [*map(self._failed, self._failures), asks]
         if event.status:
             self._failures.append(event)
             if self._has_left and self.deadline is not None:  # Not killed by the launcher.

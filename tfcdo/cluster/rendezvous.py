@@ -52,7 +52,7 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
     Returns the name of this membership, which no other start of the hosts has.
     """
     deadline = time.monotonic() + timeout
-    with _listen(cluster) as listener:
+    with listen(cluster) as listener:
         if not cluster.is_chief:
             return _follow(cluster, settings, token, deadline)
         names = [cluster.name(host) for host in range(len(cluster.tasks))]
@@ -68,7 +68,7 @@ def meet(cluster: config.Cluster, settings: Settings, timeout: float, token: str
         return membership
 
 
-def _listen(cluster: config.Cluster) -> socket.socket:
+def listen(cluster: config.Cluster) -> socket.socket:
     """Holds this host's port, as TensorFlow's server will: on all of the machine's addresses."""
     _, port = config.split_address(cluster.tasks[cluster.index].address)
     family = socket.AF_INET6 if socket.has_dualstack_ipv6() else socket.AF_INET

@@ -27,6 +27,7 @@ from tfcdo.cluster import config, progress, protocol, watch, worker
 from tfcdo.cluster.protocol import Description, DisagreementError, LateHostError, Store, digest
 
 _POLL = 0.5
+_FAR = 0.2  # Seconds in which an answer comes from another continent.
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
@@ -50,6 +51,8 @@ class Session:
         self.timeout = timeout
         self.watch = watch.Watch(cluster, store, self.judge, abort, timeout)
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
+        # How long a look at the store may take: the chief has it, and the others may be far away.
+        self._look = 0.01 if cluster.is_chief else _FAR
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
@@ -161,7 +164,7 @@ class Session:
         """Says how programs differ if a host has come to a collective that is unknown here."""
         # The chief hears all; any other host only the chief, which speaks up if a third differs.
         for host in self.cluster.others if self.cluster.is_chief else (0,):
-            self._hear(host, 0.01)
+            self._hear(host, self._look)
             with self._lock:
                 stray = self._kinds.stray(host)
             if stray is not None:
@@ -186,16 +189,15 @@ class Session:
 
     def failure(self) -> str | None:
         """Returns why another host has given up, or None."""
-        return self.store.get("failed", 0.01)
+        return self.store.get("failed", self._look)
 
     def fail(self, reason: str) -> None:
-        """Tells the other hosts that this one gives up, and why."""
-        if self.failure() is None:
-            try:
-                self.store.set("failed", reason)
-                self._told = reason
-            except Exception as error:  # Another host was first, or the chief is gone: no action.
-                logging.info("tfcdo: could not tell the other hosts: %s", error)
+        """Tells the other hosts that this one gives up, and why, unless another was first."""
+        try:
+            self.store.set("failed", reason)
+            self._told = reason
+        except Exception as error:  # Another host was first, or the chief is gone: no action.
+            logging.info("tfcdo: could not tell the other hosts: %s", error)
 
     def leave(self, error: BaseException | None) -> None:
         """Tells the other hosts that this host's program ends, and why; the chief leaves last."""
@@ -234,7 +236,8 @@ class Session:
 
     def _late_chief(self, name: str) -> str:
         chief = self.cluster.name(0)
-        return f"a host that {chief} waits for" if self._has_announced(0, name, 0.01) else chief
+        has_come = self._has_announced(0, name, self._look)
+        return f"a host that {chief} waits for" if has_come else chief
 
     def _wait(
         self, ready: Callable[[], Any], description: Description, late: Callable[[], str]
@@ -254,11 +257,10 @@ class Session:
             if reason is not None:
                 is_late = reason.startswith(protocol.LATE)
                 raise (LateHostError if is_late else DisagreementError)(reason)
-            # Only now: a host that has ended may have said why.
-            if self.cluster.is_chief:
-                self.store.check_hosts(collections.Counter(t.job for t in self.cluster.tasks))
-            else:  # A stopped chief ends a write. What is read would be waited for until the end.
-                self.store.delete("none")
+            # Only now: a host that has ended may have said why. Only the chief, whose own server
+            # answers, asks for tasks: TensorFlow waits for that answer with Python's lock held.
+            jobs = (task.job for task in self.cluster.tasks if self.cluster.is_chief)
+            self.store.check_hosts(collections.Counter(jobs))
         return found
 
     def _hear(self, host: int, timeout: float) -> None:
@@ -271,7 +273,7 @@ class Session:
                     return
                 with self._lock:
                     self._kinds.hear(host, json.loads(text))
-                timeout = 0.01
+                timeout = self._look
 
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.
@@ -296,6 +298,7 @@ def join(
         _current = Session(cluster, make_store(), abort, timeout, membership)
         atexit.register(_leave)
         progress.listen()
+        _current.watch.thread.start()
     if _current.cluster != cluster:
         raise ValueError(
             f"all strategies of a process must be of one cluster; got {cluster} after "
@@ -306,6 +309,7 @@ def join(
 
 def _leave() -> None:
     assert _current is not None
+    _current.watch.stop()
     error = getattr(sys, "last_value", None)  # Python has printed it and ends.
     if error is not None:
         _current.watch.write_box(protocol.describe_error(error))

@@ -6,7 +6,6 @@ for as long as the time-out is; and its error names neither the collective nor t
 
 from __future__ import annotations
 
-import atexit
 import dataclasses
 import threading
 import time
@@ -29,7 +28,7 @@ _INTERVAL = 1.0  # Seconds between two looks.
 _NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read where this one waits.
 _FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
-_GET_TIMEOUT = 0.05
+_GET_TIMEOUT = 0.2
 _STEPS = 20  # The last steps that are compared, and the fewest.
 _FEWEST_STEPS = 10
 # A host is late in a step if it enters by so much later than most others, and this part of a step.
@@ -62,21 +61,20 @@ class Watch:
         self._has_written = False
         self.has_failed = False  # Whether an error has ended what this host was doing.
         self._end = threading.Event()
-        self._thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
+        self.thread = threading.Thread(target=self._run, name="tfcdo watch", daemon=True)
 
     def add(self, description: protocol.Description, marks: progress.EventCounter) -> None:
         """Starts to watch a kind of collectives, unless it does already."""
         name = protocol.digest(description)
+        what, plan = protocol.brief(description), description.get("plan", "")
+        about = progress.KindOfCollectives(what, plan, description["collectives"])
         with self._lock:
-            self._watched.setdefault(name, progress.Kind(name, description, marks))
-            if self._thread.ident is None:
-                self._thread.start()
-                atexit.register(self.stop)
+            self._watched.setdefault(name, progress.Kind(name, about, marks))
 
     def stop(self) -> None:
         """Ends the watch."""
         self._end.set()
-        self._thread.join(timeout=5.0)
+        self.thread.join(timeout=5.0)
 
     def go_on(self) -> None:
         """Notes that a host that has caught an error, and goes on, waits in no collective."""
@@ -271,8 +269,8 @@ def measure(kinds: Iterable[progress.Kind]) -> WaitsOfKinds:
     known_from = max((one.left[0] for _, one in last.values() if one.numbers[0]), default=-np.inf)
     result = {}
     for name, (kind, one) in last.items():
-        uses, pack = np.divmod(one.numbers, kind.description["collectives"])
-        ends = (pack == kind.description["collectives"] - 1) & (one.left > known_from)
+        uses, pack = np.divmod(one.numbers, kind.about.collectives)
+        ends = (pack == kind.about.collectives - 1) & (one.left > known_from)
         uses, times = uses[ends][-_STEPS - 1 :], one.left[ends][-_STEPS - 1 :]
         if len(times) <= _FEWEST_STEPS:
             continue

@@ -14,7 +14,7 @@ from concurrent import futures
 from typing import Any
 
 from tfcdo.bench import worker_pool
-from tfcdo.cluster import config
+from tfcdo.cluster import config, rendezvous
 from tfcdo.topology.topology import Topology
 
 # Classes that are compared: tfcdo's, and TensorFlow's, whose own choice is a strategy's default.
@@ -191,26 +191,23 @@ def examine_tf_config() -> TfConfig:
 
 
 def _reach(cluster: config.Cluster, index: int) -> Finding:
-    name, port = config.split_address(cluster.tasks[index].address)
-    is_here = index == cluster.index
-    remedy = "check the name, the port, the route and the firewalls"
-    problem = "not reached"
-    if is_here:
-        remedy = "end the process that uses the port, or give the task another on all hosts"
-        problem = "this process's own port cannot be used"
+    address = config.split_address(cluster.tasks[index].address)
     try:
-        if is_here:
-            socket.create_server(("", port)).close()  # As TensorFlow: on all interfaces.
+        if index == cluster.index:
+            rendezvous.listen(cluster).close()
             status = "this process's own; the port is free"
         else:
-            socket.create_connection((name, port), timeout=_SECONDS_OF_A_HOST).close()
+            socket.create_connection(address, timeout=_SECONDS_OF_A_HOST).close()
             status = "a worker listens there"
+    except rendezvous.RendezvousError as error:
+        problem, _, remedy = str(error).partition("; ")
+        return Finding(WRONG, problem, remedy)
     except ConnectionRefusedError:
         status = "the machine answers; no worker listens there yet"
     except (OSError, UnicodeError) as error:
         # A name that nobody knows, or has an empty part, no route, or silence, as of a firewall.
-        reason = getattr(error, "strerror", None) or error
-        return Finding(WRONG, f"{cluster.name(index)}: {problem}: {reason}", remedy)
+        problem = f"{cluster.name(index)}: not reached: {getattr(error, 'strerror', None) or error}"
+        return Finding(WRONG, problem, "check the name, the port, the route and the firewalls")
     return Finding(OK, f"{cluster.name(index)}: {status}")
 
 

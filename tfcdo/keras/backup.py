@@ -10,7 +10,7 @@ from typing import Any, Literal
 
 from absl import logging
 
-from tfcdo import checks, keras_internals, log, strategies
+from tfcdo import checks, keras_internals, log
 from tfcdo.cluster import protocol
 from tfcdo.keras import backup_folder, data_order, preemption, training_state
 from tfcdo.keras.callbacks import Callback
@@ -50,11 +50,12 @@ class BackupAndRestore(Callback):
     which starts at any example, or a `tf.data.Dataset` that gives the same batches each time, whose
     first ones are taken and dropped. If the data cannot be resumed, the log says so at the start.
 
-    One host, the chief (`tfcdo.is_chief()`), writes the backups in the background. A backup is
-    visible when it is complete, and the two newest are kept. Give this callback to `fit` after
-    those that change the model or its learning rate, such as `SwapEMAWeights`. The state of other
-    callbacks is not part of a backup. When training continues inside an epoch, they are called for
-    its first batches too; what they change in the model then is undone.
+    One host, the chief (`tfcdo.is_chief()`), writes the backups in the background; a host that
+    trains a model alone writes its own. A backup is visible when it is complete, and the two newest
+    are kept. Give this callback to `fit` after those that change the model or its learning rate,
+    such as `SwapEMAWeights`. The state of other callbacks is not part of a backup. When training
+    continues inside an epoch, they are called for its first batches too; what they change in the
+    model then is undone.
 
     When the process gets SIGTERM while it trains, or TensorFlow has a notice of preemption for any
     host, all hosts make a backup after the same step and raise `SystemExit` with status 75;
@@ -118,7 +119,8 @@ class BackupAndRestore(Callback):
         self._writing: concurrent.futures.Future[None] | None = None
         self._folder = backup_folder.BackupFolder(self.backup_dir)
         self._iterator = keras_internals.epoch_iterator(self.model)
-        self._is_chief = strategies.is_chief()
+        # Among the hosts that train this model: a host that trains it alone writes.
+        self._is_chief = training_state.host_of(self.model.distribute_strategy)[0] == 0
         if self._is_chief:
             self._folder.take()
         # Hosts meet once the chief has taken the folder, so no other process adds to it.

@@ -140,9 +140,7 @@ class Preemption:
 
 def _handle(number: int, frame: Any) -> None:
     """Handles SIGTERM: between steps it is remembered, and elsewhere it ends the process."""
-    if worker.another_has_failed():
-        os._exit(128 + number)
-    if keras_internals.is_fitting():
+    if keras_internals.is_fitting() and not worker.another_has_failed():
         _signalled.set()
         return
     signal.signal(signal.SIGTERM, signal.SIG_DFL)
