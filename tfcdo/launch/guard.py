@@ -2,7 +2,7 @@
 
 Each byte of its input is a signal for the worker, which needs its children until it has a backup.
 At the end of the input, also when the launcher is killed, it kills the worker. When the worker has
-ended, it first writes how and when to a pipe, and then ends all that the worker has started.
+ended, it first writes how and when to a named pipe, and then ends all that the worker has started.
 """
 
 from __future__ import annotations
@@ -10,6 +10,7 @@ from __future__ import annotations
 import contextlib
 import ctypes
 import os
+import pathlib
 import select
 import shutil
 import signal
@@ -59,7 +60,7 @@ def handle(handler: Callable[..., Any]) -> None:
             signal.signal(number, handler)
 
 
-def main(end: int, folder: str, command: Sequence[str]) -> int:
+def main(end: str, command: Sequence[str]) -> int:
     """Runs a worker until it ends or the launcher does; returns its status as a shell does."""
     adopt_orphans()
     wakeups, wakeup_writer = os.pipe()
@@ -94,11 +95,12 @@ def main(end: int, folder: str, command: Sequence[str]) -> int:
                 os.kill(worker.pid, number)
     status = result.si_status + (0 if result.si_code == os.CLD_EXITED else 128)
     with contextlib.suppress(OSError):  # The launcher is gone.
-        os.write(end, f"{status} {time.monotonic()}\n".encode())
+        writer = os.open(end, os.O_WRONLY | os.O_NONBLOCK)
+        os.write(writer, f"{status} {time.monotonic()}\n".encode())
     worker.wait()
     end_descendants()
-    if sys.stdin.fileno() not in sources:  # The launcher is gone, and its folder is left.
-        shutil.rmtree(folder, ignore_errors=True)
+    if sys.stdin.fileno() not in sources:  # The launcher is gone, and its pipe's folder is left.
+        shutil.rmtree(pathlib.Path(end).parent, ignore_errors=True)
     return status
 
 
@@ -116,4 +118,4 @@ def _prctl(option: int, value: int) -> None:
 
 
 if __name__ == "__main__":
-    sys.exit(main(int(sys.argv[1]), sys.argv[2], sys.argv[3:]))
+    sys.exit(main(sys.argv[1], sys.argv[2:]))

@@ -150,11 +150,11 @@ class Process:
         self._events = events
         self._folder = tempfile.TemporaryDirectory(prefix="tfcdo-launch-")
         self._failure_file = pathlib.Path(self._folder.name, "failed")
-        heard, told = os.pipe()
-        self._end = os.fdopen(heard, "rb", buffering=0)
+        path = pathlib.Path(self._folder.name, "end")
+        os.mkfifo(path)
+        self._end = path.open("r+b", buffering=0)
         self._guard = subprocess.Popen(
-            [sys.executable, guard.__file__, str(told), self._folder.name, *command],
-            pass_fds=[told],
+            [sys.executable, guard.__file__, str(path), *command],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
@@ -170,7 +170,6 @@ class Process:
             # Ctrl-C in the terminal reaches the launcher only, which passes it on once.
             start_new_session=True,
         )
-        os.close(told)  # Only the guard has it, so its end is heard.
         assert self._guard.stdout and self._guard.stderr
         streams = (
             (self._guard.stdout, spec.prefix, sys.stdout.buffer),
@@ -179,8 +178,8 @@ class Process:
         self._readers = [
             threading.Thread(target=self._read, args=stream, daemon=True) for stream in streams
         ]
-        self._waiter = threading.Thread(target=self._wait, daemon=True)
-        for thread in (*self._readers, self._waiter):
+        self._waiters = [threading.Thread(target=t, daemon=True) for t in (self._wait, self._reap)]
+        for thread in (*self._readers, *self._waiters):
             thread.start()
 
     def send(self, number: int) -> None:
@@ -201,8 +200,8 @@ class Process:
 
     def close(self) -> None:
         """Waits for the guard, which ends when nothing is left that its worker has started."""
-        self._waiter.join()
-        self._guard.wait()
+        for waiter in self._waiters:
+            waiter.join()
         self._end.close()
         assert self._guard.stdin
         self._guard.stdin.close()
@@ -210,11 +209,15 @@ class Process:
 
     def _wait(self) -> None:
         """Hears how and when the worker has ended, from its guard, or that the guard has."""
-        # A guard that has itself been killed has written nothing.
-        words = self._end.read(200).split() or [self._guard.wait(), time.monotonic()]
-        status, follows = int(words[0]), self._failure_file.exists()
+        status, moment, *_ = self._end.read(200).split()
+        follows = self._failure_file.exists()
+        self._events.put(protocol.End(self._number, int(status), float(moment), follows))
+
+    def _reap(self) -> None:
+        status = self._guard.wait()
+        # The guard itself may have been killed, and has then written nothing.
         status = status if status >= 0 else 128 - status
-        self._events.put(protocol.End(self._number, status, float(words[1]), follows))
+        self._end.write(f"{status} {time.monotonic()}\n".encode())
 
     def _read(self, stream: IO[bytes], prefix: bytes, printed: IO[bytes]) -> None:
         is_quiet = os.environ.get("TF_CPP_MIN_LOG_LEVEL", "0") >= "2"
