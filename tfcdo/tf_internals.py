@@ -530,11 +530,7 @@ class KeyValueStore:
 
     def get(self, key: str, timeout: float) -> str | None:
         """Waits up to `timeout` seconds for a key; returns its value, or None."""
-        milliseconds = max(1, round(timeout * 1000))  # 0 would wait without end.
-        try:
-            return str(_context.context().get_config_key_value(f"tfcdo/{key}", milliseconds))
-        except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
-            return None
+        return _read(f"tfcdo/{key}", timeout)
 
     def delete(self, key: str) -> None:
         """Removes a key, so that it can be written again."""
@@ -569,14 +565,17 @@ class KeyValueStore:
                 written.set_exception(error)
 
 
-def has_preemption_notice() -> bool:
+def has_preemption_notice(timeout: float) -> bool:
     """Returns whether TensorFlow has given notice that a host will be taken away."""
-    key, milliseconds = "TF_DEFAULT_PREEMPTION_NOTICE_KEY", 10
+    return _read("TF_DEFAULT_PREEMPTION_NOTICE_KEY", timeout) is not None
+
+
+def _read(key: str, timeout: float) -> str | None:
+    milliseconds = max(1, round(timeout * 1000))  # 0 would wait without end.
     try:
-        _context.context().get_config_key_value(key, milliseconds)
-    except tf.errors.OpError:
-        return False
-    return True
+        return str(_context.context().get_config_key_value(key, milliseconds))
+    except (tf.errors.DeadlineExceededError, tf.errors.NotFoundError):
+        return None
 
 
 def abort_collectives(late: bool, reason: str) -> None:

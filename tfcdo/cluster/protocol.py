@@ -50,6 +50,7 @@ class RendezvousError(ClusterError):
 
 # Meeting: before TensorFlow starts, all hosts come to the chief, and all continue or none does.
 
+LOOK_SECONDS = 0.2  # In which the chief's store answers also from another continent.
 PATIENCE = 5.0  # By how much the others are more patient than the chief, which knows who is late.
 _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on their way.
 

@@ -27,7 +27,6 @@ from tfcdo.cluster import config, progress, protocol, watch, worker
 from tfcdo.cluster.protocol import Description, DisagreementError, LateHostError, Store, digest
 
 _POLL = 0.5
-_FAR = 0.2  # Seconds in which an answer comes from another continent.
 # A key comes back after this many uses of its kind, long after the last one has ended. TensorFlow
 # never forgets a key, so this is also the number that it keeps for each collective.
 _ROUNDS = 64
@@ -51,8 +50,7 @@ class Session:
         self.timeout = timeout
         self.watch = watch.Watch(cluster, store, self.judge, abort, timeout)
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
-        # How long a look at the store may take: the chief has it, and the others may be far away.
-        self._look = 0.01 if cluster.is_chief else _FAR
+        self._look = 0.01 if cluster.is_chief else protocol.LOOK_SECONDS  # The chief has the store.
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.

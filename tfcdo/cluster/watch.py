@@ -28,7 +28,6 @@ _INTERVAL = 1.0  # Seconds between two looks.
 _NEWS_AFTER = 4.0
 _SUSPECT_AFTER = 10.0  # From then on, other hosts can read where this one waits.
 _FORGET_AFTER = 60.0  # Until then, the waits in a kind that is no longer used are compared.
-_GET_TIMEOUT = 0.2
 _STEPS = 20  # The last steps that are compared, and the fewest.
 _FEWEST_STEPS = 10
 # A host is late in a step if it enters by so much later than most others, and this part of a step.
@@ -170,7 +169,7 @@ class Watch:
         self._status = status
 
     def _status_of(self, host: int) -> Status:
-        text = self._store.get(f"status/{host}", _GET_TIMEOUT)
+        text = self._store.get(f"status/{host}", protocol.LOOK_SECONDS)
         return Status() if text is None else msgspec.json.decode(text, type=Status)
 
     def _line(self, waiting: progress.Kind, waited: float) -> str:

@@ -108,7 +108,7 @@ class Preemption:
                 if store.get(f"{self._prefix}/notice", _POLL) is not None:
                     self._agree(joined)
                     return
-                if tf_internals.has_preemption_notice():
+                if tf_internals.has_preemption_notice(protocol.LOOK_SECONDS):
                     self._tell(joined, "notice")
         except tf.errors.OpError as error:  # The chief is gone, and the training fails by itself.
             logging.info("tfcdo: notices of preemption are no longer heard: %s", error)
