@@ -16,7 +16,8 @@ from absl.testing import parameterized
 
 import tfcdo
 from tfcdo import log
-from tfcdo.training.step import ReplicaStep, during, stand_ins
+from tfcdo.training import models
+from tfcdo.training.step import RETURNED_AS, ReplicaStep, during, stand_ins
 
 
 class LossesTest(kt.TrainingTestCase):
@@ -261,7 +262,7 @@ class LossesTest(kt.TrainingTestCase):
         (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
     )
     def test_own_train_step_reports_metrics(self, tracked, how):
-        """As Keras's guide has it: in trackers of Keras's and its own, weighted; as a result."""
+        """As Keras's guide has it: in trackers of Keras's and its own, weighted; by any name."""
 
         class Own(kt.OwnStep):
             def logs_of(self, x: Any, y: Any, outputs: Any, loss: Any) -> dict[str, Any]:
@@ -275,7 +276,7 @@ class LossesTest(kt.TrainingTestCase):
                 self.rows.update_state(keras.ops.ones_like(y))
                 reported = [compiled, self.mean, self.rows]
                 reported += [self.tracker, self.weighted] if tracked else []
-                results = {metric.name: metric.result() for metric in reported}
+                results = {one.name.replace("mean", "renamed"): one.result() for one in reported}
                 return {"loss": first.result() if tracked else loss, **results}
 
         def make(on_one_device: bool) -> keras.Model:
@@ -288,6 +289,9 @@ class LossesTest(kt.TrainingTestCase):
 
         model, _ = self.check_as_on_one_device(make, *kt.dense_data(8), batch_size=7)
         self.assertLen(model.history.history, 6 if tracked else 4)
+        for metric in model.metrics:  # As if `train_step` and `test_step` returned any as "one".
+            vars(metric)[RETURNED_AS] = {"one"}
+        self.assertEqual({"one": 5.0}, models._of_all_replicas(model, {"one": 5.0}))
 
     def test_no_layer_sees_an_empty_part(self):
         """Some kernels fail on nothing, or on zeros; a NaN of an example still counts."""

@@ -183,7 +183,9 @@ class ReplicaExtended:
                 return fn(*args, **kwargs)
             if here.can_be_empty:
                 args, kwargs = here.with_stand_in((args, kwargs), instead)
-            results = tf.nest.map_structure(here.whole, fn(*args, **kwargs))
+            results = fn(*args, **kwargs)
+            here.note_names(results)
+            results = tf.nest.map_structure(here.whole, results)
             # Of one host's metrics Keras takes the mean, also of those with a number per class.
             are_rows = step.now.method == "predict" or here.replicas > len(self.worker_devices)
             if are_rows:

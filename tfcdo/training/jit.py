@@ -96,6 +96,7 @@ def _run(step: Callable[..., Any], /, *args: Any, **kwargs: Any) -> Any:
         traces[:] = [trace]
         with running.during(step=dataclasses.replace(here, trace=trace)):
             outputs = step(*args, **kwargs)
+        here.note_names(outputs)
         trace.are_losses = [id(one) in here.losses for one in tf.nest.flatten(outputs)]
         return outputs, trace.gradients
 

@@ -6,6 +6,7 @@ one replica, Keras's are called as they are.
 
 from __future__ import annotations
 
+import collections
 import contextlib
 import functools
 import inspect
@@ -133,8 +134,7 @@ def _init_optimizer(own: Function, optimizer: Any, *args: Any, **kwargs: Any) ->
             ("build", _in_scope),
         ):
             if keras_internals.has_own(optimizer, name):
-                users = next(one for one in type(optimizer).__mro__ if name in vars(one))
-                keras_internals.extend(users, name, function)
+                keras_internals.extend_class_of(optimizer, name, function)
     with tf.variable_creator_scope(_make_variable) if ours else contextlib.nullcontext():
         own(optimizer, *args, **kwargs)
 
@@ -339,7 +339,12 @@ def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
     """Replaces the means of the replicas' results of metrics by the results for all examples."""
     # A `train_step` may return a number by the name of a metric that it does not update.
     updated = [metric for metric in model.metrics if any(map(np.any, metric.variables))]
-    results = dict(_numbers({metric.name: metric.result() for metric in updated}))
+    pairs = [(metric, metric.result()) for metric in updated]
+    results = dict(_numbers({metric.name: result for metric, result in pairs}))
+    named = [(n, one) for metric, one in pairs for n in vars(metric).get(step.RETURNED_AS, ())]
+    # `train_step` and `test_step` may return two metrics by one name.
+    counts = collections.Counter(name for name, _ in named)
+    results |= {name: result for name, result in named if counts[name] == 1}
 
     def replaced(logs: dict[str, Any]) -> dict[str, Any]:
         return {
@@ -348,6 +353,14 @@ def _of_all_replicas(model: Any, logs: dict[str, Any]) -> dict[str, Any]:
         }
 
     return replaced(logs)
+
+
+def _result(own: Function, metric: Any, *args: Any, **kwargs: Any) -> Any:
+    """Stands for a metric's `result`, which a step of a user's may return by any name."""
+    result = own(metric, *args, **kwargs)
+    if (here := step.now.step) is not None:
+        here.results[id(result)] = result, metric
+    return result
 
 
 def _numbers(results: dict[str, Any]) -> Iterator[tuple[str, Any]]:
@@ -395,9 +408,12 @@ def _make(name: str, own: Function, model: Any, force: bool = False) -> Any:
     if not step.is_ours(model.distribute_strategy):
         return own(model, force)
     several = model.distribute_strategy.num_replicas_in_sync > 1
-    for variable in model.metrics_variables if several and name != "predict" else ():
+    if several and name != "predict":
         kind, line = "metric of the variable", "that calls model.compile"
-        updates.check_variable(variable, model.distribute_strategy, kind, line)
+        for variable in model.metrics_variables:
+            updates.check_variable(variable, model.distribute_strategy, kind, line)
+        for metric in model.metrics:
+            keras_internals.extend_class_of(metric, "result", _result)
     if several and model.jit_compile and name != "predict" and (before is None or force):
         keras_internals.make_function(model, name, jit.jit_compile(getattr(model, f"{name}_step")))
     else:

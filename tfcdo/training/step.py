@@ -20,6 +20,7 @@ from tfcdo.execute import device_ops
 from tfcdo.execute.device_ops import Gradient
 
 SUM = tf.distribute.ReduceOp.SUM
+RETURNED_AS = "_tfcdo_returned_as"  # An attribute of a metric: names in logs of a user's own step.
 
 
 @dataclasses.dataclass(frozen=True)
@@ -51,6 +52,8 @@ class ReplicaStep:
     written: dict[int, tuple[Any, list[Any]]] | None = None
     # Losses: this replica's parts of sums over all replicas, by identity.
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
+    # What metrics have returned as their results, and which metric, by the result's identity.
+    results: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
     # What this replica has set of layers' attributes, by the layer's identity and their names.
@@ -115,6 +118,12 @@ class ReplicaStep:
     def whole(self, value: Any) -> Any:
         """Returns a result whose mean over the replicas Keras takes: for a loss, the sum."""
         return value * self.replicas if id(value) in self.losses else value
+
+    def note_names(self, logs: Any) -> None:
+        """Notes by which names the step returns metrics' results, at the metrics."""
+        for name, value in logs.items() if isinstance(logs, dict) else ():
+            if id(value) in self.results:
+                vars(self.results[id(value)][1]).setdefault(RETURNED_AS, set()).add(name)
 
     def with_stand_in(self, values: Any, stand_ins: Sequence[Any]) -> Any:
         """Returns tensors of rows, or the stand-in of each on a replica without examples."""

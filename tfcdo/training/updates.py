@@ -84,7 +84,7 @@ def _apply(own: Call, optimizer: Any, grads: Sequence[Any], variables: Sequence[
             "a train_step updates weights, and has computed no loss of Keras: the mean of a "
             f"replica's examples, such as tf.reduce_mean, counts {here.replicas} times on "
             f"{here.replicas} replicas. Divide it as docs/own-loops.md says under Losses, or use a "
-            "class of keras.losses. If you have done so, nothing is wrong"
+            "class of keras.losses. If you have done so, or take a sum, nothing is wrong"
         )
     if here.trace is not None:
         return here.trace.defer(own, optimizer, grads, variables)
