@@ -229,8 +229,7 @@ class TensorFlowDoorTest(tf.test.TestCase):
             answers.set()
             store.set("other", "value")
             context.set_config_key_value.assert_called_with("tfcdo/other", "value")
-            error = tf.errors.AlreadyExistsError(None, None, "key")
-            context.set_config_key_value.side_effect = error
+            context.set_config_key_value.side_effect = tf.errors.AlreadyExistsError(None, None, "k")
             self.assertRaises(tf.errors.AlreadyExistsError, store.set, "key", "value")
 
 
