@@ -24,7 +24,7 @@ from keras_training import TwoOptimizers, model_of, strategy_of
 import tfcdo
 import tfcdo.keras
 from tfcdo import log, tf_internals
-from tfcdo.cluster import config, protocol, session
+from tfcdo.cluster import config, protocol, session, worker
 from tfcdo.keras import backup, backup_folder, preemption, training_state
 from tfcdo.training import step
 
@@ -415,6 +415,9 @@ class ExactTest(BackupTestCase):
             leaving._listen(joined)
         store.set.assert_called_once_with(f"{leaving._prefix}/notice", "")
         self.assertRaisesRegex(type(error), "no answer", leaving.may_begin, 1)
+        failed = mock.patch.object(worker, "another_has_failed", side_effect=[True])
+        with failed, mock.patch.object(os, "_exit", side_effect=SystemExit):
+            self.assertRaises(SystemExit, leaving._end_with_the_run)
 
 
 def _dated(seconds: float) -> Any:

@@ -173,8 +173,7 @@ def _with_step(strategy: Any) -> keras.Model:
 
 def other_weights(strategy: Any) -> None:
     host = strategy.cluster_resolver.task_id
-    strategy = _outer(strategy, 3, check_in_sync=True)
-    with strategy.scope():
+    with _outer(strategy, 3, check_in_sync=True).scope():
         model = model_with(_adam())
     model.set_weights([one + host for one in model.get_weights()])
     told = (

@@ -120,8 +120,7 @@ def _faulty(index: tf.Tensor, pair: tuple[tf.Tensor, tf.Tensor], fault: str, her
             time.sleep(10.0)
         return number
 
-    number = tf.numpy_function(happen, [index], tf.int64)
-    with tf.control_dependencies([number]):
+    with tf.control_dependencies([tf.numpy_function(happen, [index], tf.int64)]):
         return [tf.ensure_shape(tf.identity(one), one.shape) for one in pair]
 
 

@@ -58,8 +58,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
         dataset = _Dataset.from_tensor_slices(dense_data(7)).batch(6)  # 6 and 1 examples.
         with_none = dataset.map(lambda inputs, targets: (inputs, targets, None))
         of_python = ((*batch, None) for batch in dataset.as_numpy_iterator())
-        data = dataset, with_none, of_python
-        losses = [model.evaluate(one, verbose=0) for one in data]
+        losses = [model.evaluate(one, verbose=0) for one in (dataset, with_none, of_python)]
         self.assertAllEqual(losses, losses[:1] * 3)
 
     @parameterized.named_parameters(*_STRUCTURES)
