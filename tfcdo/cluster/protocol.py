@@ -50,7 +50,6 @@ class RendezvousError(ClusterError):
 
 # Meeting: before TensorFlow starts, all hosts come to the chief, and all continue or none does.
 
-LOOK_SECONDS = 0.2  # In which the chief's store answers also from another continent.
 PATIENCE = 5.0  # By how much the others are more patient than the chief, which knows who is late.
 _TELL_SECONDS = 10.0  # So that all learn that settings differ, also those on their way.
 
@@ -183,6 +182,7 @@ class Kinds:
 
 # Progress and failure: a waiting host looks for a reason, names the late host, then gives up.
 
+LOOK_SECONDS = 0.2  # In which the chief's store answers also from another continent.
 LOG_AFTER = 60.0  # Seconds until the log says who is waited for.
 # Two hosts that have been waiting for this long, each for something that the other has not come to,
 # run different programs. Not at once, because several threads of one program may start collectives,
