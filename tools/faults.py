@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
@@ -83,6 +84,7 @@ class Outcome:
     useful: float = math.nan
     runs: int = 0  # How often the chief was started.
     from_one_device: float = math.nan  # Largest difference of a weight.
+    load: float = math.nan  # Of the machine, at its end: waits are longer where others work.
 
 
 def draw_cases(count: int = 200, seed: int = SEED) -> list[Case]:
@@ -338,13 +340,15 @@ def parts(
     """Makes the lines of each part of the page."""
     good = [(case, outcome) for case, outcome in results if not outcome.problem]
     largest = max((outcome.from_one_device for _, outcome in good), default=math.nan)
+    loads = [outcome.load for _, outcome in results]
     shares = ", ".join(f"{100 * undisturbed(hosts)[1]:.0f} % on {hosts}" for hosts in (2, 3, 4))
     return {
         "counts": [
             f"**{len(good)} of {len(results)} cases are correct**, of {planned} that are planned, "
             f"with tfcdo {version.__version__} and seed {seed}. Their weights differ from one "
             f"device by at most {largest:.2g}. Undisturbed, the share of useful time is {shares} "
-            "hosts."
+            f"hosts. The last case ended on {datetime.date.today().isoformat()}; the machine had "
+            f"{os.cpu_count()} cores and a load of {min(loads):.0f} to {max(loads):.0f}."
         ],
         "kinds": pages.table(
             "fault | cases | correct | steps repeated (median, most) | seconds without a step "
@@ -393,7 +397,7 @@ def main(count: str = "200", seed: str = str(SEED)) -> int:
     for case in pages.with_progress(
         cases, lambda case: f"{KINDS[case.kind][1]}: {case.moment}; {case.hosts} hosts"
     ):
-        outcome = run_case(case)
+        outcome = dataclasses.replace(run_case(case), load=os.getloadavg()[0])
         print(outcome.problem or "correct", flush=True)
         results.append((case, outcome))
         for name, lines in parts(results, int(count), int(seed)).items():

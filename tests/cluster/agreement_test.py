@@ -54,8 +54,7 @@ def kind(*values: str, what: str = "all-reduce") -> dict[str, Any]:
 
 
 def make_session(store: Store, host: int, timeout: float, hosts: int = 3) -> session.Session:
-    cluster = config.Cluster(TASKS[:hosts], host)
-    return session.Session(cluster, store, lambda late, reason: None, timeout)
+    return session.Session(config.Cluster(TASKS[:hosts], host), store, lambda *_: None, timeout)
 
 
 def on_all_hosts(
@@ -210,11 +209,11 @@ class AgreementTest(parameterized.TestCase):
         (protocol.DisagreementError("its own"), "its own", []),
     )
     def test_a_host_that_ends_because_of_another(self, error, reason, said, is_busy=False):
-        store = Store()
-        own = make_session(store, 0, 10.0)
+        self.enter_context(mock.patch.object(Store, "delay", 0.15))
+        own = make_session(store := Store(), 0, 10.0)
         if reason:
             (own if reason == "its own" else make_session(store, 1, 10.0)).fail(reason)
-        answers = {"return_value": None} if is_busy else {"wraps": store.get}  # In 10 ms.
+        answers = {"return_value": None} if is_busy else {"wraps": store.get}
         with (
             mock.patch.object(worker, "tell_that_another_has_failed") as tell,
             mock.patch.object(store, "get", **answers) as get,
@@ -290,6 +289,7 @@ class WatchTest(parameterized.TestCase):
         said = rf"pack {pack} of 2, time 3, of the all-reduce of 1 value \(f\[4\]\) has waited "
         said += rf"6\d s on host 0 \([^()]*\) for {waited_for}$"
         self.assertRegex(logs.output[0], said)
+        self.assertIsNotNone(self.store.get("status/2", 0.0))  # So a look at it does not wait.
         self.assertEmpty(self.aborts)
 
     def test_each_wait_is_told_of_after_a_minute(self):

@@ -50,7 +50,6 @@ class Session:
         self.timeout = timeout
         self.watch = watch.Watch(cluster, store, self.judge, abort, timeout)
         self._kinds = protocol.Kinds(cluster.index, len(cluster.tasks), membership)
-        self._look = 0.01 if cluster.is_chief else protocol.LOOK_SECONDS  # The chief has the store.
         self._lock = threading.Lock()  # Guards what follows; never held while waiting.
         self._reading = threading.Lock()  # One thread at a time reads the others' announcements.
         self._running: tuple[str, Any] = ("", None)  # A call of `fit` and the like; its thread.
@@ -161,8 +160,9 @@ class Session:
     def find_mismatch(self) -> str | None:
         """Says how programs differ if a host has come to a collective that is unknown here."""
         # The chief hears all; any other host only the chief, which speaks up if a third differs.
-        for host in self.cluster.others if self.cluster.is_chief else (0,):
-            self._hear(host, self._look)
+        hosts = self.cluster.others if self.cluster.is_chief else (0,)
+        for host in hosts:
+            self._hear(host, protocol.LOOK_SECONDS / len(hosts))
             with self._lock:
                 stray = self._kinds.stray(host)
             if stray is not None:
@@ -187,7 +187,7 @@ class Session:
 
     def failure(self) -> str | None:
         """Returns why another host has given up, or None."""
-        return self.store.get("failed", self._look)
+        return self.store.get("failed", protocol.LOOK_SECONDS)
 
     def fail(self, reason: str) -> None:
         """Tells the other hosts that this one gives up, and why, unless another was first."""
@@ -229,12 +229,12 @@ class Session:
                 worker.tell_that_another_has_failed()
 
     def _has_announced(self, host: int, name: str, timeout: float) -> bool | None:
-        self._hear(host, timeout)
+        self._hear(host, timeout, name)
         return True if name in self._kinds.heard[host] else None
 
     def _late_chief(self, name: str) -> str:
         chief = self.cluster.name(0)
-        has_come = self._has_announced(0, name, self._look)
+        has_come = self._has_announced(0, name, protocol.LOOK_SECONDS)
         return f"a host that {chief} waits for" if has_come else chief
 
     def _wait(
@@ -261,17 +261,16 @@ class Session:
             self.store.check_hosts(collections.Counter(jobs))
         return found
 
-    def _hear(self, host: int, timeout: float) -> None:
-        """Reads a host's announcements since the last call."""
+    def _hear(self, host: int, timeout: float, until: str = "") -> None:
+        """Reads a host's announcements since the last call, perhaps only until that of a kind."""
         with self._reading:
-            while True:
-                place = len(self._kinds.heard[host])
-                text = self.store.get(f"announced/{host}/{place}", timeout)
+            heard = self._kinds.heard[host]
+            while until not in heard:
+                text = self.store.get(f"announced/{host}/{len(heard)}", timeout)
                 if text is None:
                     return
                 with self._lock:
                     self._kinds.hear(host, json.loads(text))
-                timeout = self._look
 
 
 # TensorFlow joins one cluster in the life of a process, and its servers do not end before that.

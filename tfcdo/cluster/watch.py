@@ -54,7 +54,7 @@ class Watch:
         self._timeout = timeout
         self._lock = threading.Lock()
         self._watched: dict[str, progress.Kind] = {}
-        self._status = Status()
+        self._status, self._has_published = Status(), False
         self._next_line = -np.inf  # When the chief may name slow hosts again.
         self._wait = protocol.Wait(timeout)
         self._has_written = False
@@ -159,14 +159,14 @@ class Watch:
 
     def _publish(self, status: Status) -> None:
         """Lets the other hosts read this one's status."""
-        if status == self._status:
+        if status == self._status and self._has_published:
             return
         key = f"status/{self._cluster.index}"
-        if self._status != Status():
+        if self._has_published:
             self._store.delete(key)
-        if status != Status():
-            self._store.set(key, msgspec.json.encode(status).decode())
-        self._status = status
+        # Also an empty one, as a look at a missing key takes all its time, for each host.
+        self._store.set(key, msgspec.json.encode(status).decode())
+        self._status, self._has_published = status, True
 
     def _status_of(self, host: int) -> Status:
         text = self._store.get(f"status/{host}", protocol.LOOK_SECONDS)
