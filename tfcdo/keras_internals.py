@@ -37,6 +37,7 @@ from keras.src.trainers import compile_utils as _compile_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
 from keras.src.trainers.data_adapters.py_dataset_adapter import PyDatasetAdapter
 from keras.src.trainers.data_adapters.tf_dataset_adapter import TFDatasetAdapter
+from keras.src.utils import tracking as _tracking
 
 try:  # Since Keras 3.16.
     from keras.src.backend.tensorflow.ops import nn as _nn
@@ -551,7 +552,7 @@ def seed_of(seed: Any) -> tf.Tensor:
     return _random._cast_seed(_random.draw_seed(seed))
 
 
-RANDOM, NN, LOSSES = _random, _nn, _loss
+RANDOM, NN, LOSSES, TRACKING = _random, _nn, _loss, _tracking
 TRAINER, COMPILE_UTILS = _trainer, _compile_utils
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)

@@ -91,21 +91,21 @@ class LossesTest(kt.TrainingTestCase):
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
 
-    @parameterized.parameters(1, 2)
-    def test_losses_of_each_example(self, outputs):
-        """A loss that Keras neither sums nor averages, before its gradient is taken."""
+    @parameterized.parameters((1, 1), (2, 2), (2, 1))
+    def test_losses_of_each_example(self, outputs, known):
+        """A loss that Keras neither sums nor averages; also two rows for one of two outputs."""
 
         def make(on_one_device: bool) -> keras.Model:
             x = keras.Input([4])
             model = keras.Model(x, [keras.layers.Dense(2, name=f"y{i}")(x) for i in range(outputs)])
-            losses = [keras.losses.MeanSquaredError(reduction=None)] * outputs
+            losses = [*[keras.losses.MeanSquaredError(reduction=None)] * known, None][:outputs]
             # With several outputs, Keras weights them otherwise eagerly.
-            model.compile("sgd", losses, run_eagerly=on_one_device and outputs == 1)
+            model.compile("sgd", losses, run_eagerly=on_one_device if outputs == 1 else known == 1)
             return model
 
-        inputs, targets = kt.dense_data(15)
+        x, y = kt.dense_data(16)
         with mock.patch.object(log, "warn_once", side_effect=AssertionError):
-            self.check_as_on_one_device(make, inputs, [targets] * outputs, batch_size=7)
+            self.check_as_on_one_device(make, x, [y] * 2 if known == 2 else y, batch_size=5)
 
     def test_losses_of_each_example_and_numbers(self):
         """Keras adds a number to each example's loss: it counts by their number, here a part's."""
@@ -214,17 +214,18 @@ class LossesTest(kt.TrainingTestCase):
             def call(self, x: Any) -> Any:
                 self.add_loss(keras.ops.mean(keras.ops.square(x - 1)))
                 self.add_loss(keras.losses.MeanAbsoluteError()(keras.ops.zeros_like(x), x))
-                self.kept = x  # Another replica's does not take its place as replicas meet.
-                return -0.1 * keras.ops.moments(x, [0], synchronized=True)[0] + self.kept
+                self.kept = self.all["x"] = x  # No other replica's takes its place as they meet.
+                return -keras.ops.moments(x, [0], synchronized=True)[0] + self.kept * self.all["x"]
 
         # Before 3.14, Keras did not divide its sum by the examples.
         divides = tuple(map(int, keras.__version__.split(".")[:2])) >= (3, 14)
 
         def layers() -> list[Any]:
             l2 = keras.regularizers.L2(0.1) if divides else None
-            meeting = keras.layers.BatchNormalization(synchronized=True)
+            endpoint, meeting = Endpoint(), keras.layers.BatchNormalization(synchronized=True)
+            endpoint.all = {}
             dense = keras.layers.Dense(4, kernel_regularizer=keras.ops.abs, activity_regularizer=l2)
-            return [dense, Endpoint(), meeting, keras.layers.Dense(1)]
+            return [dense, endpoint, meeting, keras.layers.Dense(1)]
 
         def make(on_one_device: bool) -> keras.Model:
             return kt.model_of(layers, keras.optimizers.SGD(0.1), run_eagerly or on_one_device)
@@ -277,7 +278,7 @@ class LossesTest(kt.TrainingTestCase):
                 reported = [compiled, self.mean, self.rows]
                 reported += [self.tracker, self.weighted] if tracked else []
                 results = {one.name.replace("mean", "renamed"): one.result() for one in reported}
-                return {"loss": first.result() if tracked else loss, **results}
+                return {"loss": first.result() if tracked else loss, "others": results}
 
         def make(on_one_device: bool) -> keras.Model:
             options = {"run_eagerly": False, **({"run_eagerly": True} if on_one_device else how)}
@@ -427,12 +428,11 @@ class GlobalBatchTest(tf.test.TestCase, parameterized.TestCase):
     )
     def test_rows_of_all(self, select, eager, has_batch):
         strategy = tfcdo.MirroredStrategy(tu.device_names(3))
-        data = tf.data.Dataset.from_tensors(np.concatenate(PARTS))
-        [batch] = strategy.experimental_distribute_dataset(data)
+        of_all = np.concatenate(PARTS)
+        [batch] = strategy.experimental_distribute_dataset(tf.data.Dataset.from_tensors(of_all))
         args = select, batch if has_batch else None
         step = functools.partial(strategy.run, rows_and_gradient, args)
         rows, gradients = (step if eager else tf.function(step))()
-        of_all = np.concatenate(PARTS)
         kept = np.arange(9) if select is tf.identity else np.flatnonzero(of_all[:, 0])
         expected = np.zeros_like(of_all)
         expected[kept] = 3 * WEIGHTS[: len(kept)]  # Each of the replicas has this loss.

@@ -50,6 +50,8 @@ def unscaled(own: Function, value: Any) -> Any:
 def compiled(own: Function, loss: Any, y_true: Any, y_pred: Any, *args: Any, **kw: Any) -> Any:
     """Stands for `CompileLoss.call`, which also reports the loss of each output."""
     several = step.current_several() is not None
+    if several and tf.is_tensor(y_true) and keras.tree.is_nested(y_pred):
+        y_true = [y_true]  # Run eagerly, Keras takes as many rows as outputs for their targets.
     outputs = [one for one in keras.tree.flatten(y_pred) if one is not None] if several else []
     if None not in [one.shape[0] if len(one.shape) else 0 for one in outputs]:
         return own(loss, y_true, y_pred, *args, **kw)

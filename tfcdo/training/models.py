@@ -92,7 +92,8 @@ def extensions() -> Iterator[keras_internals.Extension]:
         yield distiller, "compute_loss", losses.of_means
     yield trainer, "_aggregate_additional_loss", losses.additional
     yield keras.metrics.Mean, "update_state", losses.averaged
-    yield keras.Layer, "__setattr__", _set_attribute
+    yield keras.Layer, "__setattr__", _set
+    yield keras_internals.TRACKING.TrackedDict, "__setitem__", _set
     yield tf.distribute.ReplicaContext, "merge_call", _meet
     yield keras.Layer, "add_loss", losses.added
     yield keras.Layer, "_get_own_losses", losses.of_layer
@@ -103,19 +104,20 @@ def extensions() -> Iterator[keras_internals.Extension]:
     yield keras_internals.NN, "_compute_moments_sync", statistics.synchronized
 
 
-def _set_attribute(own: Function, layer: Any, name: str, value: Any) -> None:
-    """Notes what a replica sets in a step, such as `self.features = x`: others set it, too."""
-    own(layer, name, value)
-    if (here := step.now.step) is not None and name in vars(layer):
-        here.attributes[id(layer), name] = layer, vars(layer)[name]
+def _set(own: Function, target: Any, *name_and_value: Any) -> None:
+    """Notes what a replica sets in a step, as `self.x = x`, `self.all["x"] = x`: others do, too."""
+    own(target, *name_and_value)
+    name, values = name_and_value[0], target if isinstance(target, dict) else vars(target)
+    if (here := step.now.step) is not None and name in values:
+        here.attributes[id(values), name] = values, values[name]
 
 
 def _meet(own: Function, context: Any, *args: Any, **kwargs: Any) -> Any:
     """Lets replicas meet; then layers have the attributes that this one has set."""
     result = own(context, *args, **kwargs)
     if (here := step.now.step) is not None:
-        for (_, name), (layer, value) in here.attributes.items():
-            vars(layer)[name] = value
+        for (_, name), (values, value) in here.attributes.items():
+            dict.__setitem__(values, name, value)
     return result
 
 

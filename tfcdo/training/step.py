@@ -56,8 +56,8 @@ class ReplicaStep:
     results: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    # What this replica has set of layers' attributes, by the layer's identity and their names.
-    attributes: dict[tuple[int, str], Any] = dataclasses.field(default_factory=dict)
+    # What this replica has set of layers' attributes, by their dict's identity and their names.
+    attributes: dict[tuple[int, Any], Any] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     # In a loss or metric: makes a loss that it calls the number that it expects, see `losses.py`.
     of_inner: Callable[[Any], Any] | None = None
@@ -122,6 +122,7 @@ class ReplicaStep:
     def note_names(self, logs: Any) -> None:
         """Notes by which names the step returns metrics' results, at the metrics."""
         for name, value in logs.items() if isinstance(logs, dict) else ():
+            self.note_names(value)
             if id(value) in self.results:
                 vars(self.results[id(value)][1]).setdefault(RETURNED_AS, set()).add(name)
 
