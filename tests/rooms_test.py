@@ -1,6 +1,7 @@
 """The package's rooms, its files, and its doors to private names of Keras and TensorFlow."""
 
 import ast
+import functools
 import importlib
 import itertools
 import pathlib
@@ -30,10 +31,8 @@ _EXTRAS = ("click", "rich", "matplotlib", "sklearn", "hypothesis")
 _REDUCTIONS = ("ReductionToOneDevice", "NcclAllReduce", "HierarchicalCopyAllReduce")
 _OF_KERAS = [*keras_internals.NAMES, *keras_internals.extended_members(models.extensions())]
 _PUBLIC = ("_exit", "_replace")  # Names of os and of named tuples.
-_TREES = {
-    str(path.relative_to(_PACKAGE)): ast.parse(path.read_text(encoding="utf-8"))
-    for path in sorted(_PACKAGE.rglob("*.py"))
-}
+_FILES = sorted(str(path.relative_to(_PACKAGE)) for path in _PACKAGE.rglob("*.py"))
+_trees = functools.cache(lambda: {f: ast.parse((_PACKAGE / f).read_text("utf-8")) for f in _FILES})
 
 
 def _names(line: str) -> set[str]:
@@ -77,7 +76,7 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
     def test_one_file_imports_private_modules(self, door, package):
         found = {
             name
-            for name, tree in _TREES.items()
+            for name, tree in _trees().items()
             for node in ast.walk(tree)
             if isinstance(node, (ast.Import, ast.ImportFrom))
             and package in ast.unparse(node).replace(" import ", ".")
@@ -86,22 +85,22 @@ class DoorsTest(tf.test.TestCase, parameterized.TestCase):
 
     def test_other_files_use_their_own_private_names_only(self):
         own = {name for _, name, _ in tf_internals.OVERRIDES} | set(_PUBLIC)
-        for node in itertools.chain(*map(ast.walk, _TREES.values())):
+        for node in itertools.chain(*map(ast.walk, _trees().values())):
             if isinstance(node, (ast.FunctionDef, ast.AsyncFunctionDef, ast.ClassDef)):
                 own.add(node.name)
             elif isinstance(getattr(node, "ctx", None), ast.Store):
                 own.add(ast.unparse(node).removeprefix("self."))
-        for name in _TREES.keys() - _DOORS.keys():
+        for name in _trees().keys() - _DOORS.keys():
             others = {
                 f"{ast.unparse(node)} in line {getattr(node, 'lineno', 0)}"
-                for node in ast.walk(_TREES[name])
+                for node in ast.walk(_trees()[name])
                 if _attribute(node) not in own and _is_private(_attribute(node))
             }
             self.assertEmpty(others, f"{name}: put them into {' or '.join(_DOORS)}")
 
     def test_what_no_source_names(self):
         """TensorFlow's private modules by attribute; its reductions; and extras on import."""
-        for path, tree in _TREES.items():
+        for path, tree in _trees().items():
             text = ast.unparse(tree)
             self.assertNotRegex(text, r"python\.distribute(\.| import )cross_device", path)
             self.assertNotRegex(text, r"\btf\.(python|__internal__|_api)\b", path)

@@ -107,7 +107,7 @@ class CopyTreesTest(GpuTest):
             return tfcdo.MirroredStrategy(parts(count), **options)
 
         options: dict[str, Any] = {"replicas": 3, "tolerance": 1e-5, "batch_size": BATCH}
-        options |= {"strategy": strategy, "sharded": shards}
+        options |= {"strategy": strategy, "sharded": (shards,)}
         self.check_as_on_one_device(make, *dense_data(BATCH + 5), **options)
 
     def test_a_trace_has_all_copies(self):

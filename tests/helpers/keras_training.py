@@ -2,6 +2,7 @@
 
 import contextlib
 from collections.abc import Callable, Iterator
+from itertools import product
 from typing import Any
 
 import keras
@@ -191,21 +192,23 @@ class TrainingTestCase(tu.ValuesMixin, tf.test.TestCase, parameterized.TestCase)
         replicas: int = 2,
         tolerance: float = 5e-6,
         strategy: Callable[..., Any] = strategy_of,
-        sharded: bool = False,
+        sharded: tuple[bool, ...] = (False,),
+        ways: tuple[bool, ...] = (False,),
         **options: Any,
     ) -> list[keras.Model]:
-        """Compares weights and logs of `fit` on one device, as `make` is told, and on replicas."""
+        """Compares weights and logs of `fit`: `make` is told True, and on replicas each way."""
         models = []
-        for count in (1, replicas):
+        for count, is_sharded, way in [(1, False, True), *product([replicas], sharded, ways)]:
             keras.utils.set_random_seed(1)
-            with strategy(count, shard_optimizer_state=sharded).scope():
-                models.append(make(count == 1))
+            with strategy(count, shard_optimizer_state=is_sharded).scope():
+                models.append(make(way))
             with graphs_as_traced():
                 models[-1].fit(*data, shuffle=False, verbose=0, **options)
-        self.assert_same_training(models[0], models[1], tolerance)
-        expected, logs = (model.history.history for model in models)
-        self.assertEqual(list(expected), list(logs))
-        self.assertAllClose(expected, logs, max(tolerance, 5e-6), max(tolerance, 5e-6))
+        for model in models[1:]:
+            self.assert_same_training(models[0], model, tolerance)
+            expected, logs = (one.history.history for one in (models[0], model))
+            self.assertEqual(list(expected), list(logs))
+            self.assertAllClose(expected, logs, max(tolerance, 5e-6), max(tolerance, 5e-6))
         return models
 
     def assert_same_training(

@@ -9,7 +9,7 @@ import numpy as np
 import tensorflow as tf
 from absl.testing import parameterized
 from keras import layers as kl
-from keras_training import OwnStep, TrainingTestCase, model_of, strategy_of
+from keras_training import OwnStep, TrainingTestCase, graphs_as_traced, model_of, strategy_of
 
 _STEPS, _WIDTH = 5, 3
 
@@ -48,23 +48,20 @@ class DrawsTest(TrainingTestCase):
         self,
         random: Callable[[], list[Any]],
         inputs: np.ndarray,
-        replicas: int = 2,
-        eager: bool = False,
-        tolerance: float = 2e-6,
         jit: bool = False,
+        kind: Any = keras.Sequential,
         **options: Any,
     ) -> None:
         def layers() -> list[Any]:
             return [kl.Input(inputs.shape[1:]), *random(), kl.Flatten(), kl.Dense(2)]
 
-        def make(on_one_device: bool) -> keras.Model:
-            run_eagerly = not jit and (eager or on_one_device)
-            optimizer = keras.optimizers.SGD(0.1)
-            return model_of(layers, optimizer, run_eagerly, jit_compile=jit, **options)
+        def make(run_eagerly: bool) -> keras.Model:
+            sgd = keras.optimizers.SGD(0.1)
+            return model_of(layers, sgd, run_eagerly and not jit, kind=kind, jit_compile=jit)
 
         targets = inputs.reshape([len(inputs), -1])[:, :2] + 1
-        fitting: dict[str, Any] = {"replicas": replicas, "tolerance": tolerance, "batch_size": 6}
-        self.check_as_on_one_device(make, inputs, targets, **fitting)
+        options = {"tolerance": 2e-6, "batch_size": 6, **options}
+        self.check_as_on_one_device(make, inputs, targets, **options)
 
     # A last batch of 1 or of 5 examples, of 6; the former leaves a replica without any.
     @parameterized.parameters(
@@ -73,7 +70,7 @@ class DrawsTest(TrainingTestCase):
         (of_rows, 3, 11, True),
     )
     def test_as_on_one_device(self, random, replicas, examples, eager=False):
-        self.check(random, data(examples), replicas, eager)
+        self.check(random, data(examples), replicas=replicas, ways=(eager,))
 
     def test_preprocessing(self):
         images = np.random.default_rng(0).uniform(size=[11, 6, 6, 2]).astype(np.float32)
@@ -109,6 +106,7 @@ class DrawsTest(TrainingTestCase):
                 zeros = keras.ops.zeros_like(inputs)
                 return keras.ops.stack([zeros + keras.ops.cast(d, zeros.dtype) for d in drawn], 1)
 
+        @graphs_as_traced()
         def predicted(count: int, batches: Any, run_eagerly: bool = True) -> Any:
             with strategy_of(count).scope():
                 inputs = [kl.Input([_STEPS, _WIDTH]) for _ in tf.nest.flatten(batches.element_spec)]
@@ -124,8 +122,8 @@ class DrawsTest(TrainingTestCase):
             for run_eagerly in (False, True):  # Eagerly, the number of rows is known, also one.
                 self.assertAllClose(expected, predicted(2, batches, run_eagerly), 2e-6, 2e-6)
 
-    @parameterized.parameters((True, 12), (False, 12), (False, 11))
-    def test_sizes_that_tensorflow_knows(self, run_eagerly, examples):
+    @parameterized.parameters((12, (True, False)), (11, (False,)))
+    def test_sizes_that_tensorflow_knows(self, examples, ways):
         """`tf.shape(x)[0]` of batches of one size, as in Keras's example of a WGAN-GP, and more."""
 
         class Noise(kl.Layer):
@@ -143,7 +141,7 @@ class DrawsTest(TrainingTestCase):
                 noise += keras.random.normal((steps, 1), seed=seed)
                 return inputs + noise + counts + masks
 
-        self.check(lambda: [Noise()], data(examples), eager=run_eagerly)
+        self.check(lambda: [Noise()], data(examples), ways=ways)
 
     @parameterized.parameters(("none", False), ("before", True), ("outside", False))
     def test_seeds_made_outside_of_the_scope(self, kind, run_eagerly):

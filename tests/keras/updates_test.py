@@ -409,31 +409,24 @@ class GradientsTest(kt.TrainingTestCase):
         data = tf.data.Dataset.from_tensor_slices((words, np.sin(np.arange(19.0)))).batch(6)
         data = data.map(lambda x, y: (tf.sparse.from_dense(x), y))
 
-        def layers() -> list[Any]:
+        def make(_: bool) -> keras.Model:
             layer = keras.layers.Dense(2) if dtype == "float32" else keras.layers.Embedding(3, 2)
             inputs = keras.layers.Input([5], dtype=dtype, sparse=True)
-            return [inputs, layer, keras.layers.Flatten(), keras.layers.Dense(1)]
+            layers, adam = [inputs, layer, keras.layers.Flatten(), keras.layers.Dense(1)], ko.Adam
+            return kt.model_of(lambda: layers, adam(0.1, global_clipnorm=clipnorm), False)
 
-        def make(_: bool) -> keras.Model:
-            return kt.model_of(layers, ko.Adam(0.1, global_clipnorm=clipnorm), run_eagerly=False)
+        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=(sharded,))
 
-        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
-
-    @parameterized.product(
-        sharded=(True, False),
-        indices=("positions", "constant", "large", "two", "unique", "token", "variable", "tokens"),
-    )
-    def test_rows_whose_indices_are_not_of_the_batch(self, sharded, indices):
-        """One device looks each up once for a batch. TensorFlow captures a large table of them.
-
-        But it looks a token up for each example, whose number is known here.
-        """
-        of_examples = np.arange(800).reshape(4, 200)[:, : 200 if indices == "large" else 2] % 3
+    @parameterized.parameters("positions constant large two unique variable", "token tokens")
+    def test_rows_whose_indices_are_not_of_the_batch(self, kinds):
+        """One device looks these up once per batch; tokens of a known number once per example."""
 
         class Lookup(keras.layers.Layer):
-            def __init__(self) -> None:
+            def __init__(self, kind: str) -> None:
                 super().__init__()
-                self.table = keras.layers.Embedding(4, 2)
+                # TensorFlow captures a large table of them.
+                of_examples = np.arange(800).reshape(4, 200)[:, : 200 if kind == "large" else 2] % 3
+                self.kind, self.table = kind, keras.layers.Embedding(4, 2, name=kind)
                 self.constant = keras.ops.convert_to_tensor(of_examples)
                 self.variable = keras.Variable(of_examples, trainable=False, dtype="int32")
 
@@ -442,59 +435,58 @@ class GradientsTest(kt.TrainingTestCase):
                 ones = keras.ops.ones((keras.ops.shape(x)[0], 1, 1), "int32")
                 of_batch = {"positions": positions, "token": ones, "variable": self.variable.value}
                 of_batch["tokens"] = ones * self.variable[0, 1]
-                found = self.table(of_batch.get(indices, self.constant))
+                found = self.table(of_batch.get(self.kind, self.constant))
                 words = keras.ops.cast(keras.ops.abs(9 * x), "int32") % 4
-                own = self.table(words) if indices == "two" else x[..., None]
-                if indices == "unique":
+                own = self.table(words) if self.kind == "two" else x[..., None]
+                if self.kind == "unique":
                     ids, at, _ = tf.unique_with_counts(tf.reshape(words, [-1]))
                     own = tf.reshape(tf.gather(self.table(ids), at), [-1, 4, 2])
                 return keras.ops.tanh(own + keras.ops.sum(found, 1))
 
         def make(run_eagerly: bool) -> keras.Model:
-            layers = [keras.layers.Input([4]), Lookup(), keras.layers.Flatten()]
-            return kt.model_of(lambda: layers, ko.Adam(0.1), run_eagerly)
+            x = keras.Input([4])
+            model = keras.Model(x, keras.layers.Add()([Lookup(kind)(x) for kind in kinds.split()]))
+            model.compile(ko.Adam(0.1), "mse", run_eagerly=run_eagerly)
+            return model
 
         inputs, _ = kt.dense_data(10)
-        data = tf.data.Dataset.from_tensor_slices((inputs, np.repeat(inputs, 2, 1)))
-        data = data.batch(6, drop_remainder="token" in indices)
-        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=sharded)
+        data = tf.data.Dataset.from_tensor_slices((inputs, np.repeat(inputs[..., None], 2, 2)))
+        data = data.batch(6, drop_remainder="token" in kinds)
+        self.check_as_on_one_device(make, data, tolerance=1e-5, sharded=(True, False))
 
-    @parameterized.parameters((None, False), (2, True), (None, True))
-    def test_overflow_on_the_last_replica_only(self, accumulation, sharded_rows):
+    @parameterized.parameters((None, (False,)), (2, (True,)), (None, (True,)))
+    def test_overflow_on_the_last_replica_only(self, accumulation, sharded):
         """Keras alone looks at the first replica, and lets an overflow on another one in."""
-        inputs, targets = (kt.word_data if sharded_rows else kt.dense_data)(5 * kt.BATCH)
+        inputs, targets = (kt.word_data if any(sharded) else kt.dense_data)(5 * kt.BATCH)
         targets[kt.BATCH - 1] = 1e38  # In the first batch.
-
-        def only_rows() -> list[Any]:
-            return [*kt.word_layers()[:2], keras.layers.GlobalAveragePooling1D()]
 
         def make(run_eagerly: bool) -> keras.Model:
             inner = ko.Adagrad(0.1, gradient_accumulation_steps=accumulation)
             optimizer = ko.LossScaleOptimizer(inner, 4096.0, dynamic_growth_steps=2)
-            layers = only_rows if sharded_rows else kt.dense_layers
-            return kt.model_of(layers, optimizer, run_eagerly)
+            only_rows = [*kt.word_layers()[:2], keras.layers.GlobalAveragePooling1D()]
+            layers = only_rows if any(sharded) else kt.dense_layers()
+            return kt.model_of(lambda: layers, optimizer, run_eagerly)
 
-        options: dict[str, Any] = {"replicas": 3, "sharded": sharded_rows, "batch_size": kt.BATCH}
+        options: dict[str, Any] = {"replicas": 3, "sharded": sharded, "batch_size": kt.BATCH}
         _, model = self.check_as_on_one_device(make, inputs, targets, **options)
         iterations = model.optimizer.inner_optimizer.iterations
         self.assertEqual(iterations.numpy(), 2 if accumulation else 4)
 
-    @parameterized.parameters((True, 2), (False, 2), (False, None))
+    @parameterized.parameters(((True, False), 2), ((False,), None))
     def test_float8(self, sharded, accumulation):
-        def layers() -> list[Any]:
+        def make(_: bool) -> keras.Model:
             # Without biases, whose gradients Keras rounds to bfloat16 on each replica.
             options = {"use_bias": False, "dtype": keras.dtype_policies.get("float8_from_float32")}
-            dense = keras.layers.Dense(5, "tanh", **options)
-            return [keras.layers.Input((4,)), dense, keras.layers.Dense(2, **options)]
-
-        def make(_: bool) -> keras.Model:
+            dense = keras.layers.Dense(5, "tanh", **options), keras.layers.Dense(2, **options)
             inner = ko.SGD(0.1, clipnorm=0.5, gradient_accumulation_steps=accumulation)
-            return kt.model_of(layers, ko.LossScaleOptimizer(inner, 4.0), run_eagerly=False)
+            optimizer = ko.LossScaleOptimizer(inner, 4.0)
+            return kt.model_of(lambda: [keras.Input((4,)), *dense], optimizer, run_eagerly=False)
 
         options: dict[str, Any] = {"sharded": sharded, "tolerance": 1e-5, "batch_size": kt.BATCH}
-        _, model = self.check_as_on_one_device(make, *kt.dense_data(4 * kt.BATCH), **options)
-        history = model.layers[0].inputs_amax_history.numpy()
-        self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
+        _, *models = self.check_as_on_one_device(make, *kt.dense_data(4 * kt.BATCH), **options)
+        for model in models:
+            history = model.layers[0].inputs_amax_history.numpy()
+            self.assertLen(np.flatnonzero(history), 4 // (accumulation or 1))
 
     def test_threads_trace_steps_of_one_optimizer(self):
         first_to_meet = threading.Semaphore(1)
@@ -522,17 +514,14 @@ class GradientsTest(kt.TrainingTestCase):
 
 
 class FrozenTest(kt.TrainingTestCase):
-    @parameterized.parameters(False, True)
-    def test_a_layer_is_frozen_amid_an_accumulation(self, sharded):
+    def test_a_layer_is_frozen_amid_an_accumulation(self):
         """The next update drops its accumulated gradients, also on a device that owns no other."""
 
-        def trained(count: int) -> keras.Model:
-            def layers() -> list[Any]:
-                return [keras.Input((4,)), keras.layers.Dense(3), keras.layers.Dense(2)]
-
+        def trained(count: int, sharded: bool = False) -> keras.Model:
             strategy = kt.strategy_of(count, shard_optimizer_state=sharded)
             with strategy.scope():
-                model = kt.model_of(layers, ko.SGD(0.1, 0.9, gradient_accumulation_steps=2))
+                sgd, dense = ko.SGD(0.1, 0.9, gradient_accumulation_steps=2), keras.layers.Dense
+                model = kt.model_of(lambda: [keras.Input((4,)), dense(3), dense(2)], sgd)
                 model.optimizer.build(model.trainable_variables)
             for trainable, batches in ((True, 1), (False, 1), (True, 2)):
                 model.layers[0].trainable = trainable
@@ -541,7 +530,9 @@ class FrozenTest(kt.TrainingTestCase):
                 model.fit(*kt.dense_data(batches * kt.BATCH), kt.BATCH, shuffle=False, verbose=0)
             return model
 
-        self.assert_same_training(trained(1), trained(3))
+        expected = trained(1)
+        for sharded in (False, True):
+            self.assert_same_training(expected, trained(3, sharded))
 
 
 class SavedTest(kt.TrainingTestCase):

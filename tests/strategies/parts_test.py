@@ -11,7 +11,7 @@ import numpy as np
 import tensorflow as tf
 import testing_utils as tu
 from absl.testing import parameterized
-from keras_training import dense_data, dense_layers, model_of, strategy_of
+from keras_training import dense_data, dense_layers, graphs_as_traced, model_of, strategy_of
 
 from tfcdo import keras_internals, log
 from tfcdo.cluster import protocol
@@ -241,6 +241,7 @@ class OneBatchTest(tf.test.TestCase, parameterized.TestCase):
             self.assertEqual(*(tf.nest.map_structure(type, each) for each in (one, other)))
 
     @parameterized.parameters("sparse", "ragged")
+    @graphs_as_traced()
     def test_composite_tensors(self, kind):
         """Also where a replica has none: a row stands in for them, which is in no result."""
 
