@@ -43,8 +43,6 @@ def pytest_runtest_setup(item: Any) -> None:
     import tensorflow_quirks  # Here, as the workers' parent needs no TensorFlow.
 
     tensorflow_quirks.keep_collectives_apart()
-    # A tenth of a small `fit`. Processes that tests start have their datasets optimized.
-    tensorflow_quirks.end_iterators_at_once(optimizes=False)
 
 
 def pytest_collection_finish(session: Any) -> None:

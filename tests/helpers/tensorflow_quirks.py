@@ -3,12 +3,11 @@
 import tensorflow as tf
 
 
-def end_iterators_at_once(optimizes: bool = True) -> None:
+def end_iterators_at_once() -> None:
     """Turns tf.data's tuning off, whose thread may keep an iterator from ending for a minute."""
     # The end wakes the thread up before it says that it is the end, so it may sleep again.
     options = tf.data.Options()
     options.autotune.enabled = False
-    options.experimental_optimization.apply_default_optimizations = optimizes
     # Called for each dataset that is iterated over, on one device or on several.
     tf.data.Dataset._apply_debug_options = lambda dataset: dataset.with_options(options)
 
