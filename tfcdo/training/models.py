@@ -113,7 +113,7 @@ def _set(own: Function, target: Any, *name_and_value: Any) -> None:
 
 
 def _meet(own: Function, context: Any, *args: Any, **kwargs: Any) -> Any:
-    """Lets replicas meet; then layers have the attributes that this one has set."""
+    """Lets replicas meet; then layers have again what this one has set."""
     result = own(context, *args, **kwargs)
     if (here := step.now.step) is not None:
         for (_, name), (values, value) in here.attributes.items():
