@@ -56,7 +56,7 @@ class ReplicaStep:
     results: dict[int, tuple[Any, Any]] = dataclasses.field(default_factory=dict)
     # What a layer passed to `add_loss` on this replica, by the layer's identity.
     added: dict[int, list[Any]] = dataclasses.field(default_factory=dict)
-    # What it has set of layers' attributes, and of dicts among them: by the dict's identity and name.
+    # What it has set of layers' attributes, and of dicts among them: by the dict's identity, name.
     attributes: dict[tuple[int, Any], Any] = dataclasses.field(default_factory=dict)
     reports: bool = False  # Losses are being reported once per batch, see `losses.py`.
     # In a loss or metric: makes a loss that it calls the number that it expects, see `losses.py`.
