@@ -36,7 +36,7 @@ demo: $(VENV)/.installed-demo ## Train a real model on 4 virtual devices and che
 # With oneDNN, TensorFlow looks through all kernels for each op of a graph: a fifth of the tests' time.
 test test-fast test-nightly: export TF_ENABLE_ONEDNN_OPTS ?= 0
 
-test: $(VENV)/.installed-dev ## Run all tests
+test: $(VENV)/.installed-dev ## Run the tests
 	@$(PYTEST)
 
 test-fast: $(VENV)/.installed-dev ## Run one test of each kind, between two edits
@@ -46,7 +46,7 @@ test-nightly: export TFCDO_NIGHTLY := 1
 test-nightly: export TFCDO_PROGRAMS := 300
 test-nightly: export TFCDO_EXAMPLES := 1000
 test-nightly: export TFCDO_SCHEDULES := 100000
-test-nightly: $(VENV)/.installed-dev ## Run all tests with more cases, and 300 random programs
+test-nightly: $(VENV)/.installed-dev ## Run them with all cases and 300 random programs
 	@$(PYTEST)
 
 test-versions: $(VENV)/.installed-versions ## Run test-fast on TensorFlow 2.16 to the newest: docs/versions.md
@@ -64,7 +64,7 @@ wheel: $(VENV)/.installed-dev ## Build dist/tfcdo-*.whl and the sdist
 check-wheel: wheel ## Install the wheel in an empty environment, use it there, and build it from the sdist
 	@$(BIN)/python pip_package/check_wheel.py dist/tfcdo-*.whl --sdist dist/tfcdo-*.tar.gz
 
-coverage: $(VENV)/.installed-dev ## Run all tests and show which branches of tfcdo/ they miss
+coverage: $(VENV)/.installed-dev ## Run the tests and show which branches of tfcdo/ they miss
 	@$(BIN)/coverage erase
 	@$(BIN)/coverage run -m pytest -q $(WORKERS)
 	@$(BIN)/coverage combine -q

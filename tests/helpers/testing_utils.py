@@ -40,6 +40,11 @@ function = functools.partial(tf.function, autograph=False)
 _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
 
 
+def nightly(*cases: Any) -> tuple[Any, ...]:
+    """Cases of a test for `make test-nightly`, which reach no line that its others do not."""
+    return cases if "TFCDO_NIGHTLY" in os.environ else ()
+
+
 def device_name(index: int) -> str:
     return f"/job:localhost/replica:0/task:0/device:CPU:{index}"
 

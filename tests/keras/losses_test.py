@@ -23,8 +23,8 @@ from tfcdo.training.step import RETURNED_AS, ReplicaStep, during, stand_ins
 class LossesTest(kt.TrainingTestCase):
     @parameterized.parameters(
         ("ignore_class", "sum_over_batch_size"),
-        ("one_of_two", "mean_with_sample_weight"),
         ("one_of_two", "mean_with_sample_weight", True),
+        *tu.nightly(("one_of_two", "mean_with_sample_weight")),
     )
     def test_elements_that_a_mask_keeps(self, kind, reduction, run_eagerly=False):
         """Keras takes their mean: of 1 to 6 words of sentences, which end with zeros."""
@@ -60,7 +60,7 @@ class LossesTest(kt.TrainingTestCase):
         tried = (words, targets) if run_eagerly or kind == "ignore_class" else None
         self.check_as_on_one_device(make, words, targets, batch_size=8, validation_data=tried)
 
-    @parameterized.parameters(None, "sum_over_batch_size", "sum", "mean")
+    @parameterized.parameters(None, "sum", *tu.nightly("sum_over_batch_size", "mean"))
     def test_losses_of_a_whole_batch(self, reduction):
         class Activity(keras.layers.Layer):
             def call(self, inputs: Any) -> Any:
@@ -91,7 +91,7 @@ class LossesTest(kt.TrainingTestCase):
         data = kt.dense_data(17)
         self.check_as_on_one_device(make, *data, batch_size=10, validation_data=data)
 
-    @parameterized.parameters((1, 1), (2, 2), (2, 1))
+    @parameterized.parameters((2, 2), (2, 1), *tu.nightly((1, 1)))
     def test_losses_of_each_example(self, outputs, known):
         """A loss that Keras neither sums nor averages; also two rows for one of two outputs."""
 
@@ -158,7 +158,7 @@ class LossesTest(kt.TrainingTestCase):
         how: dict[str, Any] = {"sample_weight": weights, "batch_size": 3}
         self.check_as_on_one_device(lambda _: make(metrics=[r2()]), *kt.dense_data(7), **how)
 
-    @parameterized.parameters(False, True)
+    @parameterized.parameters((True,), *tu.nightly(False))
     def test_own_train_step_without_targets(self, own_mean):
         class Own(kt.OwnStep):
             def loss_of(self, x: Any, y: Any, outputs: Any) -> Any:
@@ -206,7 +206,7 @@ class LossesTest(kt.TrainingTestCase):
             model.compile("sgd", "mse")
         self.assertRaisesRegex(KeyError, "float32", model.fit, *kt.dense_data(4), verbose=0)
 
-    @parameterized.parameters(True, False)
+    @parameterized.parameters((False,), *tu.nightly(True))
     def test_losses_of_layers_whose_replicas_meet(self, run_eagerly):
         """Also a loss that Keras has scaled already, as in its guide's `LogisticEndpoint`."""
 
@@ -234,7 +234,7 @@ class LossesTest(kt.TrainingTestCase):
         options: dict[str, Any] = {"batch_size": 7, "replicas": 3, "validation_data": tried}
         self.check_as_on_one_device(make, *kt.dense_data(9), tolerance=2e-6, **options)
 
-    @parameterized.parameters("", "gathers", "sums")
+    @parameterized.parameters("", "gathers", *tu.nightly("sums"))
     def test_gradients_of_gradients_where_replicas_meet(self, how):
         """As for a penalty of a WGAN's: the last batch has no examples for the second replica."""
 
@@ -260,7 +260,7 @@ class LossesTest(kt.TrainingTestCase):
         self.check_as_on_one_device(make, *data, batch_size=4, ways=(True, False))
 
     @parameterized.parameters(
-        (True, {"run_eagerly": True}), (False, {}), (True, {"jit_compile": True})
+        (True, {"run_eagerly": True}), (False, {}), *tu.nightly((True, {"jit_compile": True}))
     )
     def test_own_train_step_reports_metrics(self, tracked, how):
         """As Keras's guide has it: in trackers of Keras's and its own, weighted; by any name."""

@@ -123,7 +123,7 @@ class CutTest(tf.test.TestCase, parameterized.TestCase):
 
 
 class EndTest(tf.test.TestCase, parameterized.TestCase):
-    @parameterized.parameters(False, True)
+    @parameterized.parameters((True,), *tu.nightly(False))
     def test_data_that_end_after_data_that_do_not(self, is_full):
         """The last execution has a step less than the others, and Keras warns of no `shuffle`."""
         self.enter_context(warnings.catch_warnings())

@@ -143,7 +143,7 @@ class PagesTest(absltest.TestCase):
 class ThirdPartyTest(parameterized.TestCase):
     """The quick part of `make third-party`."""
 
-    @parameterized.parameters("sonnet", "tf_keras")
+    @parameterized.parameters(("sonnet",), *tu.nightly("tf_keras"))
     def test_ends_as_on_one_device(self, name: str):
         train = third_party.PROGRAMS[name]
         several = tfcdo.MirroredStrategy(tu.device_names(third_party.NUM_DEVICES))
