@@ -117,6 +117,8 @@ class ReplicaStep:
 
     def whole(self, value: Any) -> Any:
         """Returns a result whose mean over the replicas Keras takes: for a loss, the sum."""
+        if now.method == "fit" and getattr(value, "dtype", type(value)) in (bool, tf.bool):
+            return tf.cast(value, tf.float32)  # As one device reports it; it has no mean.
         return value * self.replicas if id(value) in self.losses else value
 
     def note_names(self, logs: Any) -> None:
