@@ -60,8 +60,8 @@ def run_scenarios(
     """Runs scenarios; returns the arrays that each host has saved, by scenario, and the ends."""
     with tempfile.TemporaryDirectory() as folder:
         outcomes = run(num_hosts, "scenarios", [file, str(devices), folder, *names], timeout)
-        for outcome in outcomes:
-            assert outcome.returncode == 0, outcome.output
+        told = "\n".join(f"A host ended with {one.returncode}:\n{one.output}" for one in outcomes)
+        assert all(one.returncode == 0 for one in outcomes), told
         results = {
             name: [dict(np.load(one)) for one in sorted(pathlib.Path(folder).glob(f"{name}-?.npz"))]
             for name in names

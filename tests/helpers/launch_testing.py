@@ -3,7 +3,6 @@
 import contextlib
 import os
 import pathlib
-import signal
 import subprocess
 import sys
 import tempfile
@@ -107,8 +106,10 @@ class LaunchTestCase(parameterized.TestCase):
         """Ends what a failed test has left."""
         for path in self.folder.iterdir():
             if path != self.script and path.is_file() and path.read_text().strip().isdigit():
-                with contextlib.suppress(ProcessLookupError):
-                    os.kill(int(path.read_text()), signal.SIGKILL)
+                with contextlib.suppress(psutil.NoSuchProcess):
+                    process = psutil.Process(int(path.read_text()))
+                    if process.create_time() < path.stat().st_mtime:  # Else another has its number.
+                        process.kill()
 
 
 @contextlib.contextmanager

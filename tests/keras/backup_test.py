@@ -242,8 +242,7 @@ class ExactTest(BackupTestCase):
         def make() -> keras.Model:
             scaling = keras.optimizers.LossScaleOptimizer(keras.optimizers.SGD(0.1, 0.9))
             model = model_of(lambda: _layers(exact=False), scaling, kind=TwoOptimizers)
-            second = keras.optimizers.Nadam(0.1)
-            model.first = model.optimizer
+            model.first, second = model.optimizer, keras.optimizers.Nadam(0.1)
             model.second = {"of": [second]} if held_in_a_dict else second
             return model
 
