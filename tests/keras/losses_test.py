@@ -309,6 +309,7 @@ class LossesTest(kt.TrainingTestCase):
         inputs, targets = kt.dense_data(7)
         model.evaluate(inputs, targets, 6, verbose=0)
         self.assertLen(model.predict(inputs, 6, verbose=0), 7)
+        self.assertLen(model.predict_on_batch(inputs[:1]), 1)
         targets[-1] = np.nan
         model.fit(inputs, targets, 6, shuffle=False, verbose=0)
         self.assertTrue(np.isnan(model.trainable_variables[0].numpy()).all())
