@@ -3,6 +3,7 @@
 import contextlib
 import os
 import pathlib
+import signal
 import subprocess
 import sys
 import tempfile
@@ -106,10 +107,8 @@ class LaunchTestCase(parameterized.TestCase):
         """Ends what a failed test has left."""
         for path in self.folder.iterdir():
             if path != self.script and path.is_file() and path.read_text().strip().isdigit():
-                with contextlib.suppress(psutil.NoSuchProcess):
-                    process = psutil.Process(int(path.read_text()))
-                    if process.create_time() < path.stat().st_mtime:  # Else another has its number.
-                        process.kill()
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(int(path.read_text()), signal.SIGKILL)
 
 
 @contextlib.contextmanager

@@ -41,7 +41,7 @@ _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exa
 
 
 def nightly(*cases: Any) -> tuple[Any, ...]:
-    """Cases of a test for `make test-nightly`, which reach no line that its others do not."""
+    """Cases for `make test-nightly`: they take minutes, or a test has others like them."""
     return cases if "TFCDO_NIGHTLY" in os.environ else ()
 
 

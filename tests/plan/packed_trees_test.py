@@ -11,6 +11,7 @@ import networkx as nx
 import numpy as np
 import plan_testing
 import scipy.optimize
+import testing_utils as tu
 import warm_python
 from absl.testing import absltest, parameterized
 from drawn_machines import draw_buses, draw_machine, draw_slow_link
@@ -34,17 +35,6 @@ packed_trees._TASKS = 500
 print(packed_trees.packed_trees(draw_machine(5, 1), 10**8))
 """
 
-_NIGHTLY = (
-    (preset("pcie"), {100 * MB: 1.12}),
-    (draw_machine(3, 52), {GB: 1.12}),
-    (DGX1, {MB: 6.8}),
-    (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
-    (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
-    (preset("nvswitch"), {100 * MB: 1.28}),
-    (draw_machine(9, 2), {GB: 1.15}),
-    (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
-)
-
 
 class RatiosTest(plan_testing.PlanTestCase):
     tasks_per_search = packed_trees._TASKS
@@ -54,7 +44,16 @@ class RatiosTest(plan_testing.PlanTestCase):
         (DGX1, {100 * MB: 1.2}),
         (draw_buses(4, 52), {GB: 1.08}),
         (draw_slow_link(4, 52), {GB: 1.07}),
-        *(_NIGHTLY if "TFCDO_NIGHTLY" in os.environ else ()),
+        *tu.nightly(
+            (preset("pcie"), {100 * MB: 1.12}),
+            (draw_machine(3, 52), {GB: 1.12}),
+            (DGX1, {MB: 6.8}),
+            (DGX1.subset((5, 2, 7, 0, 3, 6, 1, 4)), {GB: 1.1}),
+            (DGX1.subset((0, 1, 2)), {100 * MB: 1.18, GB: 1.08}),
+            (preset("nvswitch"), {100 * MB: 1.28}),
+            (draw_machine(9, 2), {GB: 1.15}),
+            (DGX1.subset((0, 4, 5, 6, 1)), {GB: 1.19}),
+        ),
     )
     def test_ratio(self, machine, most):
         for num_bytes, ratio in most.items():

@@ -10,6 +10,7 @@ from unittest import mock
 
 import faults
 import numpy as np
+import testing_utils as tu
 from absl.testing import absltest, parameterized
 
 _CONNECT = """
@@ -25,7 +26,7 @@ class FaultsTest(parameterized.TestCase):
         cases = [faults.Case("kill worker", "step", 2, victims=(1,), step=25, delay=0.05)]
         # The chief waits for it before the first collective, where TensorFlow raises nothing.
         cases.append(faults.Case("stop", "first step", 2, victims=(1,)))
-        for case in cases if "TFCDO_NIGHTLY" in os.environ else ():
+        for case in tu.nightly(*cases):
             outcome = faults.run_case(case)
             self.assertEqual((outcome.problem, outcome.runs), ("", 2))
             self.assertLessEqual(outcome.from_one_device, faults.LARGEST_DIFFERENCE)
