@@ -134,14 +134,14 @@ class BlackBoxTest(CommandTestCase):
 
 # Stuck for ever in a lock of the C library, as in a collective: no signal interrupts it.
 _SCRIPT = """
-import ctypes
+import ctypes, threading
 from tfcdo.cluster import progress
 from tfcdo.keras import preemption
 progress.listen()
 preemption.Preemption().start()
 lock, library = ctypes.create_string_buffer(64), ctypes.CDLL(None)
 library.pthread_mutex_lock(lock)
-print("stuck", flush=True)
+threading.Timer(0.5, print, ["stuck"], {"flush": True}).start()  # Once it waits for the lock.
 library.pthread_mutex_lock(lock)
 """
 
