@@ -268,7 +268,7 @@ def _started(
     # TensorFlow's import takes longer than everything else that a host does here.
     command = [*inside, warm_python.executable()]
     if launch:
-        command += ["-m", "tfcdo.cli.main", "launch", *launch]
+        command += ["-m", "tfcdo", "launch", *launch]
     variables = {"CUDA_VISIBLE_DEVICES": "", "TF_CPP_MIN_LOG_LEVEL": "2"}
     variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
     with (

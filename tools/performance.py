@@ -42,7 +42,7 @@ _CHUNK = 2**20
 
 def bench(arguments: Sequence[str]) -> tuple[dict[str, Any], list[Measurement]]:
     """Runs `tfcdo bench` in a process of its own; raises if one of tfcdo's results is wrong."""
-    command = [sys.executable, "-m", "tfcdo.cli.main", "bench", *arguments]
+    command = [sys.executable, "-m", "tfcdo", "bench", *arguments]
     with tempfile.TemporaryDirectory() as folder:
         path = pathlib.Path(folder, "results.json")
         subprocess.run([*command, "--json", str(path)], check=True, stdout=subprocess.DEVNULL)

@@ -12,14 +12,14 @@ import warm_python
 from absl.testing import absltest, parameterized
 
 import tfcdo.version
-from tfcdo import log
-from tfcdo.cli import commands, main, options
+from tfcdo import __main__, log
+from tfcdo.cli import commands, options
 
 # Runs the command as its console script does, as if a module were not installed.
 _ENTRY = """
 import sys
 sys.modules[sys.argv[1]], sys.argv = None, ["tfcdo", *sys.argv[2:]]
-from tfcdo.cli.main import main; main()
+from tfcdo.__main__ import main; main()
 """
 
 
@@ -75,7 +75,7 @@ class CommandTest(cli_testing.CommandTestCase):
 
     def test_an_interrupted_start_gets_no_traceback(self):
         self.enter_context(mock.patch.object(commands, "run", side_effect=KeyboardInterrupt))
-        self.assertRaisesRegex(SystemExit, "^130$", main.main)
+        self.assertRaisesRegex(SystemExit, "^130$", __main__.main)
 
     def test_a_missing_module_that_no_extra_brings_is_not_hidden(self):
         result = warm_python.run_cold("-c", _ENTRY, "tfcdo.cli.commands", "--version")

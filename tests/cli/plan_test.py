@@ -163,7 +163,7 @@ class ProcessTest(CommandTestCase):
     def test_without_tensorflow_on_an_ascii_terminal(self):
         script = (
             "import sys, tfcdo, tfcdo.plan.algorithms, tfcdo.plot\n"
-            "from tfcdo.cli.main import main\n"
+            "from tfcdo.__main__ import main\n"
             "tfcdo.topology.detect(['GPU:0', 'CPU:0'])\n"
             "print(tfcdo.__version__)\n"
             "try: main()\n"

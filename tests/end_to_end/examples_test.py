@@ -96,7 +96,7 @@ class ExamplesTest(tf.test.TestCase, parameterized.TestCase):
         """As docs/several-hosts.md says."""
         folder = pathlib.Path(self.enter_context(tempfile.TemporaryDirectory()))
         done = warm_python.run(
-            *("-m", "tfcdo.cli.main", "launch", "--workers", "2", "--devices-per-worker", "1"),
+            *("-m", "tfcdo", "launch", "--workers", "2", "--devices-per-worker", "1"),
             *(str(_EXAMPLES / "multi_worker.py"), "--epochs", "2", "--folder", str(folder)),
         )
         self.assertEqual(done.returncode, 0, done.stderr)

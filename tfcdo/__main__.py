@@ -1,4 +1,4 @@
-"""The entry point of the `tfcdo` command: a user's mistake is reported in one line."""
+"""The entry point of the `tfcdo` command, and of `python -m tfcdo`."""
 
 from __future__ import annotations
 
