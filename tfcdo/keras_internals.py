@@ -31,7 +31,7 @@ from keras.src.backend.tensorflow import random as _random
 from keras.src.backend.tensorflow import trainer as _trainer
 from keras.src.backend.tensorflow.optimizer import TFOptimizer
 from keras.src.losses import loss as _loss
-from keras.src.optimizers.base_optimizer import BaseOptimizer
+from keras.src.optimizers import base_optimizer as _optimizers
 from keras.src.random import seed_generator as _seed_generator
 from keras.src.trainers import compile_utils as _compile_utils
 from keras.src.trainers.data_adapters.array_data_adapter import ArrayDataAdapter
@@ -48,6 +48,7 @@ except ImportError:
 _TRAINERS = ("TensorFlowTrainer", "Trainer")
 Trainer = next(vars(_trainer)[name] for name in _TRAINERS if name in vars(_trainer))
 EpochIterator = _trainer.TFEpochIterator
+BaseOptimizer = _optimizers.BaseOptimizer
 NUM_STEPS = "_tfcdo_num_steps"  # What asks for the steps of data that each host has for itself.
 
 # Optimizers that pass gradients to other optimizers; Keras has the second one since 3.15.
@@ -553,7 +554,7 @@ def seed_of(seed: Any) -> tf.Tensor:
 
 
 RANDOM, NN, LOSSES, TRACKING = _random, _nn, _loss, _tracking
-TRAINER, COMPILE_UTILS = _trainer, _compile_utils
+TRAINER, COMPILE_UTILS, OPTIMIZERS = _trainer, _compile_utils, _optimizers
 CompileLoss = _compile_utils.CompileLoss
 adds_metrics_twice = version.adds_metrics_twice(keras.__version__)
 

@@ -37,6 +37,7 @@ def extensions() -> Iterator[keras_internals.Extension]:
         yield optimizer_class, "apply", updates.apply
     yield keras_internals.BaseOptimizer, "__init__", _init_optimizer
     yield keras_internals.BaseOptimizer, "build", _build_optimizer
+    yield keras_internals.OPTIMIZERS, "global_norm", updates.norm_of_all
     yield keras_internals.BaseOptimizer, "_use_weight_decay", updates.use_weight_decay
     yield keras_internals.BaseOptimizer, "finalize_variable_values", diloco.finalize
     yield keras.optimizers.LossScaleOptimizer, "check_finite", updates.finite

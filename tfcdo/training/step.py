@@ -50,6 +50,7 @@ class ReplicaStep:
     # In a sharded update, what is written, by identity: a variable or a component of one, and the
     # indices of the rows of each write; None for all rows. See `updates.py`.
     written: dict[int, tuple[Any, list[Any]]] | None = None
+    norm: Any = None  # In a sharded update, of the gradients of all variables.
     # Losses: this replica's parts of sums over all replicas, by identity.
     losses: dict[int, Any] = dataclasses.field(default_factory=dict)
     # What metrics have returned as their results, and which metric, by the result's identity.

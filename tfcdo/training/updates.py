@@ -362,7 +362,7 @@ def _update_shards(
     # No owner begins before all sums exist, so a step that fails until then changes nothing.
     ready = [] if tf.executing_eagerly() else tf.nest.flatten(sums, expand_composites=True)
     all_there = [tf.group(*ready)] if ready else []
-    sums = _clipped(leaf, owner, sums, devices)
+    norm = _norm(leaf, sums, [devices[at] for at in owner]) if leaf.global_clipnorm else None
     changed: list[Any] = [None] * len(sums)
     # Slots that are on all devices, and which replicas have written them.
     slots: dict[int, tuple[Any, list[int]]] = {}
@@ -372,7 +372,8 @@ def _update_shards(
         assert here is not None
         mine = [at for at, index in enumerate(owner) if index == here.replica]
         written: dict[int, tuple[Any, list[Any]]] = {}
-        with step.changed(alone=True, written=written), tf.control_dependencies(all_there):
+        alone = step.changed(alone=True, written=written, norm=norm)
+        with alone, tf.control_dependencies(all_there):
             keras_internals.apply_to_own(
                 leaf,
                 [*(sums[at] for at in mine), *scales],
@@ -415,25 +416,16 @@ def _in_dtype(grad: Any, dtype: tf.DType) -> Any:
     return step.on_each([part.device for part in parts], lambda part: tf.cast(part, dtype), parts)
 
 
-def _clipped(
-    leaf: Any, owner: Sequence[int], sums: Sequence[Any], devices: Sequence[str]
-) -> list[Any]:
-    """Clips by the norm of all gradients, which no owner has alone."""
-    # Keras clips again by the norm of an owner's part, which is no larger: it changes nothing then.
-    limit = leaf.global_clipnorm
-    if not limit or limit <= 0:
-        return list(sums)
-    # Keras divides by these before it clips.
-    limit *= (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
-    places, values = [devices[at] for at in owner], [getattr(one, "values", one) for one in sums]
-    squares = device_ops.on_each(places, lambda one: tf.reduce_sum(tf.square(one)), values)
+def _norm(leaf: Any, sums: Sequence[Any], devices: Sequence[str]) -> tf.Tensor:
+    """Returns the norm of the gradients of all owners, on the devices where they are."""
+    values = [getattr(one, "values", one) for one in sums]
+    squares = device_ops.on_each(devices, lambda one: tf.reduce_sum(tf.square(one)), values)
+    widest = max(tf.float32, *(one.dtype for one in squares), key=lambda dtype: dtype.size)
     with tf.device(devices[0]):  # In the order of the variables, as Keras adds them.
-        widest = max(tf.float32, *(one.dtype for one in squares), key=lambda dtype: dtype.size)
         norm = tf.sqrt(tf.add_n([tf.cast(square, widest) for square in squares]))
-        scale = limit * tf.minimum(1.0 / norm, 1.0 / limit) + (norm - norm)
-    return device_ops.on_each(
-        places, lambda one: tf.math.scalar_mul(tf.cast(scale, one.dtype), one), sums
-    )
+        # Keras divides gradients by these before it clips.
+        divisor = (leaf.gradient_accumulation_steps or 1) * (leaf.loss_scale_factor or 1)
+        return norm / tf.cast(divisor, widest)
 
 
 def _new_value(leaf: Any, variable: Any, component: tf.Variable, indices: Sequence[Any]) -> Any:
@@ -473,6 +465,14 @@ def finite(own: Function, optimizer: Any, grads: Sequence[Any]) -> Any:
     if here is None or here.alone or here.replicas == 1:
         return is_finite
     return tf.equal(step.summed(tf.cast(tf.logical_not(is_finite), tf.float32)), 0)
+
+
+def norm_of_all(own: Function, value_list: Sequence[Any]) -> Any:
+    """Stands for `global_norm`: an owner of some of the variables has only their gradients."""
+    here = step.now.step
+    if here is None or here.norm is None:
+        return own(value_list)
+    return tf.cast(here.norm, value_list[0].dtype)
 
 
 def use_weight_decay(own: Function, optimizer: Any, variable: Any) -> Any:
