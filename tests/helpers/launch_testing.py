@@ -43,7 +43,7 @@ class LaunchTestCase(parameterized.TestCase):
         """Starts `tfcdo launch` in a folder that has the script, without waiting for it."""
         self.script.write_text(PREAMBLE + textwrap.dedent(script))
         heard = "from signal import *; signal(SIGINT, SIG_DFL); signal(SIGHUP, SIG_DFL)"
-        program = f"{heard}; {before}; from tfcdo.cli import main; main.main()"
+        program = f"{heard}; {before}; from tfcdo.__main__ import main; main()"
         variables["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
         with changed_variables(**variables):
             process = subprocess.Popen(
