@@ -86,10 +86,10 @@ def _train(strategy: Any, path: pathlib.Path, *callbacks: Any) -> list[int]:
 
 # A shorter run that asks for a restart would count as a failure.
 _LAUNCH = """
-from tfcdo.cli import main
+from tfcdo.__main__ import main
 from tfcdo.launch import supervisor
 supervisor._SHORTEST_RUN_SECONDS = 0.0
-main.main()
+main()
 """
 
 
