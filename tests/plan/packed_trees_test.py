@@ -205,6 +205,7 @@ class TightBoundTest(parameterized.TestCase):
         # packs, copies up and down are at the same time, but each pays 10 us.
         machine = preset("fully_connected", 2)
         self.assertAlmostEqual(lower_bound_seconds(machine, 1), 20e-6, delta=0.01 * 20e-6)
+        self.assertEqual(lower_bound_seconds(machine, 0), 0.0)
         star = in_turn(cut(MB, 8), [copy_tree.star(2), copy_tree.star(2, 1)])
         reached = simulator.simulate(star, machine).seconds
         self.assertBetween(lower_bound_seconds(machine, MB) / reached, 0.4, 1.0)
