@@ -92,7 +92,7 @@ class ExplainTest(tf.test.TestCase, parameterized.TestCase):
             "HierarchicalCopyAllReduce(num_packs=2, topology=None) on 3 devices",
             "because it was asked for; the topology 'shared_memory' was detected",
             "pack 1: 608 bytes of 3 values in 1 tensor along 1(0, 2)",
-            "1,208 bytes on each of 2 links: 0 -> 1, 1 -> 0",
+            "1,208 bytes on each of 2 links: 0 -> 1, 1 -> 0\n  608 bytes on each of 2",
             "2 AddN",
         ):
             self.assertIn(part, text)
