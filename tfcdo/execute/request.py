@@ -217,8 +217,7 @@ def _as_tensor(value: Any, device: str, name: str = "value") -> Any:
 def _check_replicas_agree(reduction: Reduction) -> None:
     values = reduction.values
     _check_same(reduction, "kind", [_kind(value) for value in values])
-    if any(value.dtype != values[0].dtype for value in values):
-        _check_same(reduction, "dtype", [value.dtype.name for value in values])
+    _check_same(reduction, "dtype", [value.dtype.name for value in values])
     _check_same(reduction, "shape", [_shape(value) for value in values])
     if reduction.is_sparse:
         _check_same(reduction, "dense_shape", [_table_shape(value) for value in values])
