@@ -40,7 +40,7 @@ class WorkersTest(LaunchTestCase):
                 server.bind(("", port))
                 server.listen()
             try:
-                socket.socket().bind(("127.0.0.1", port))  # Nobody else is given it.
+                socket.socket().bind(("127.0.0.2", port))  # Nobody is given it, at any address.
             except OSError as error:
                 taken = error.strerror
             variables = [os.environ[name] for name in {names}]

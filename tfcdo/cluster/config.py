@@ -183,15 +183,19 @@ def tf_config(addresses: Sequence[str], index: int) -> str:
 
 @contextlib.contextmanager
 def reserved_ports(count: int) -> Iterator[tuple[str, ...]]:
-    """Holds free ports of the loopback interface; yields addresses such as "127.0.0.1:40123"."""
+    """Holds free ports of this machine; yields addresses such as "127.0.0.1:40123"."""
     # Each port stays bound to a socket that does not listen. Linux then gives it to nobody who
     # asks for any port, but lets a server that names it (with SO_REUSEADDR, as TensorFlow's does)
-    # listen there. So there is no moment at which another process could take it.
+    # listen there. So there is no moment at which another process could take it. TensorFlow's
+    # server listens at all addresses: a port that is held at one alone may be in use at another.
+    dual = socket.has_dualstack_ipv6()
     with contextlib.ExitStack() as stack:
         addresses = []
         for _ in range(count):
-            held = stack.enter_context(socket.socket())
+            held = stack.enter_context(socket.socket(socket.AF_INET6 if dual else socket.AF_INET))
+            if dual:
+                held.setsockopt(socket.IPPROTO_IPV6, socket.IPV6_V6ONLY, 0)
             held.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-            held.bind(("127.0.0.1", 0))
+            held.bind(("", 0))
             addresses.append(f"127.0.0.1:{held.getsockname()[1]}")
         yield tuple(addresses)
