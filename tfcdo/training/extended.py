@@ -159,10 +159,11 @@ class ReplicaExtended:
         is_keras = step.now.method is not None
         flat = tf.nest.flatten((args, kwargs))
         of_dataset = any(isinstance(one, tf_internals.DistributedValues) for one in flat)
-        is_divided = is_keras and len(self.worker_devices) > 1 and not of_dataset
-        if is_divided:  # Such as `train_on_batch`'s.
-            args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
         several = replicas > 1 or self.outer is not None
+        is_one_batch = is_keras and several and not of_dataset  # Such as `train_on_batch`'s.
+        is_divided = is_one_batch and len(self.worker_devices) > 1
+        if is_one_batch:
+            args, kwargs = parts.of_one_batch((args, kwargs), self.worker_devices)
         steps = self._steps(args, kwargs, is_divided) if several else [ReplicaStep(0, 1)]
         begin = list(tf_internals.tensors_of_graph((args, kwargs)))
         some_can_be_empty = steps[0].some_can_be_empty

@@ -152,6 +152,8 @@ def of_one_batch(batch: Any, devices: Sequence[str]) -> Any:
         return tf.convert_to_tensor(value) if isinstance(value, np.ndarray) else value
 
     batch = tf.nest.map_structure(to_tensor, batch)
+    if len(devices) == 1:
+        return batch
     first = next(filter(step.is_of_rows, tf.nest.flatten(batch)), None)
 
     def divided(value: Any) -> Any:
