@@ -27,6 +27,7 @@ private_names.check(__spec__, "TensorFlow")
 from tensorflow.python.autograph.core import ag_ctx as _ag_ctx
 from tensorflow.python.autograph.core import config as _ag_config
 from tensorflow.python.autograph.impl import api as _autograph
+from tensorflow.python.data.ops import multi_device_iterator_ops as _device_iterators
 from tensorflow.python.distribute import collective_all_reduce_strategy as _collective_strategy
 from tensorflow.python.distribute import device_util as _device_util
 from tensorflow.python.distribute import input_lib as _input_lib
@@ -125,7 +126,6 @@ OVERRIDES: tuple[private_names.Member, ...] = (
 private_names.check_members("TensorFlow", tf.__version__, OVERRIDES)
 
 _WRITE_SECONDS = 10.0
-_lock = threading.Lock()
 
 
 def saves_one_replica() -> bool:
@@ -202,6 +202,19 @@ def _check_end(self: Any, other: Any) -> None:
 # then fails where these end, and amid an execution of several steps of `fit`.
 _Spec._serialize = lambda self: (*_serialize(self), *_end_of(self))
 _Spec.sanity_check_type = _check_end
+
+
+_create_device_dataset, _untuned = _device_iterators._create_device_dataset, tf.data.Options()
+_untuned.autotune.enabled = False
+
+
+def _create_untuned(*args: Any) -> tf.data.Dataset:
+    """Returns what brings elements to a replica, of which nothing can be tuned."""
+    # The thread that tunes an iterator may keep it from ending for a minute, and so an epoch.
+    return _create_device_dataset(*args).with_options(_untuned)
+
+
+_device_iterators._create_device_dataset = _create_untuned
 
 
 def distributed_dataset(
@@ -370,20 +383,6 @@ def captured(tensor: tf.Tensor) -> tf.Tensor:
         tensor = captured(tensor)
         tensor = tf.compat.v1.get_default_graph().capture(tensor)
     return tensor
-
-
-def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
-    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
-    with _lock:  # All threads must get the same tensor.
-        return _make_variable(name, device, dtype, tuple(shape))
-
-
-@functools.cache
-def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
-    with tf.init_scope(), tf.device(device):
-        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
-        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))
-        return handle
 
 
 @contextlib.contextmanager

@@ -19,7 +19,6 @@ if TYPE_CHECKING:
 
 Run = Generator[Any, Any, Any]
 State = tuple[str, ...]  # The weights: the run that has trained each batch.
-
 MEET_SECONDS = 600.0
 _START_SECONDS = 120.0  # TensorFlow's servers.
 COLLECTIVE_SECONDS, HEARTBEAT_SECONDS = 600.0, 10.0

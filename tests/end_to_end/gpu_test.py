@@ -24,7 +24,6 @@ from tfcdo import log
 
 PARTS = 4
 MEGABYTES_PER_PART = 512
-
 CARDS = tf.config.list_physical_devices("GPU")
 if CARDS:
     # TF32 rounds to 10 bits, in kernels that depend on the number of rows.

@@ -79,7 +79,6 @@ def given(
 _REHEARSED: dict[str, Any] = {"exchange": BY_NAME["int8"], "shapes": [(3,)]}
 _COSTS_40 = {"exchange": types.SimpleNamespace(cost=lambda *_: 40), "pack": None, "hosts": 2}
 _STEP = Rehearsal(Sum(), [(3,)]).step
-
 _TINY = 2.0**-124  # Kernels take float32 that are not normal for 0.
 
 

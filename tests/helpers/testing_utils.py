@@ -34,9 +34,7 @@ DTYPES = (
 
 # Calls: directly, in a `tf.function` that knows the values' devices, or with unknown devices.
 EAGER, FUNCTION, ARGUMENTS = "eager", "function", "arguments"
-
 function = functools.partial(tf.function, autograph=False)
-
 _UNIT = 0.25  # Values are small multiples of this, so that sums of them are exact in float32.
 
 

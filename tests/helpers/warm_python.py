@@ -28,7 +28,6 @@ import warm_python_client
 
 # The program of a process that others have started, for those that inherit its environment.
 VARIABLE = "TFCDO_TESTS_WARM_PYTHON"
-
 _FORKING = multiprocessing.get_context("forkserver")
 _FORKING.set_forkserver_preload(
     ["tensorflow", "keras", "tfcdo.strategies", "tfcdo.keras", "tensorflow_quirks"]

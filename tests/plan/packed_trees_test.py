@@ -27,7 +27,6 @@ from tfcdo.topology.topology import Topology
 
 MB, GB = 10**6, 10**9
 DGX1 = preset("dgx1")
-
 _PRINT_PLAN = """
 from drawn_machines import draw_machine
 from tfcdo.plan import packed_trees

@@ -133,7 +133,6 @@ def main(fault: str, *arguments: str) -> None:
 _TIMEOUT = 180.0
 _HOST_1 = r"host 1 \(/job:worker/task:1 at 127.0.0.1:\d+\)"
 _NAMED = _HOST_1 + r" enters \d+ ms after the others in (\d+) of (\d+) steps: \d+ % of a"
-
 _FAULTS = {
     "unlike keys": r"timed out: pack 1 of 2, time 1, of the all-reduce .* has waited 1\d s",
     "sleeps": r"timed out: pack . of 2, time 5, .* for " + _HOST_1 + ", which is busy or",

@@ -40,8 +40,6 @@ _STRUCTURES = (
     ("sparse", lambda numbers: (numbers, tf.sparse.from_dense(tf.stack([numbers] * 2, 1)))),
     ("ragged", lambda numbers: (numbers, tf.RaggedTensor.from_row_lengths(numbers, numbers**0))),
 )
-
-
 _OF_KIND = {"sparse": tf.sparse.from_dense, "ragged": tf.RaggedTensor.from_tensor}
 
 
@@ -52,6 +50,13 @@ def _dense(value):
 
 
 class CutTest(tf.test.TestCase, parameterized.TestCase):
+    def test_nothing_tunes_the_iterators_of_replicas(self):
+        data = _Dataset.range(4).batch(2)
+        with mock.patch.object(_Dataset, "_apply_debug_options", lambda dataset: dataset):
+            (host,) = iter(strategy_of(2).experimental_distribute_dataset(data))._iterators
+        for iterator in host._iterator._device_iterators:
+            self.assertIs(iterator._dataset.options().autotune.enabled, False)
+
     def test_none_in_a_step_of_keras(self):
         with strategy_of(2).scope():
             model = model_of(dense_layers, "sgd", run_eagerly=False)

@@ -168,10 +168,8 @@ class Marks:
         self._device = device
         self._length = progress.events_kept(description["collectives"])
         name = digest(description)
-        self._count = tf_internals.bare_variable(f"progress_{name}", device, tf.int64)
-        self._times = tf_internals.bare_variable(
-            f"times_{name}", device, tf.float64, [self._length]
-        )
+        self._count = device_ops.bare_variable(f"progress_{name}", device, tf.int64)
+        self._times = device_ops.bare_variable(f"times_{name}", device, tf.float64, [self._length])
 
     def mark(self, tensors: Sequence[tf.Tensor], after: tf.Operation | None = None) -> tf.Operation:
         """Counts one more event as soon as these tensors, and an earlier mark, exist."""
@@ -495,7 +493,7 @@ def _ordering_token(device: str, line: str = "") -> tf.Tensor:
     # On a CPU, only the collectives of one `line` wait for each other. NCCL needs one order.
     is_cpu = tf.DeviceSpec.from_string(device).device_type == "CPU"
     name = f"order_{device_number(device)}_{line if is_cpu else ''}"
-    return tf_internals.captured(tf_internals.bare_variable(name, device, tf.float32))
+    return tf_internals.captured(device_ops.bare_variable(name, device, tf.float32))
 
 
 @functools.cache

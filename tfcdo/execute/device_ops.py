@@ -19,6 +19,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -29,6 +30,7 @@ from tfcdo.exchange import dtypes, rounding
 from tfcdo.execute.feedback import Residuals
 from tfcdo.plan.copy_tree import CopyTree
 
+_lock = threading.Lock()
 _WIDER = {tf.as_dtype(dtype): tf.as_dtype(wide) for dtype, wide in dtypes.SUM_DTYPE.items()}
 
 
@@ -287,3 +289,17 @@ class PackCodec:
             make(node, f"{name}{index}", functools.partial(tf.zeros, tensor.shape, tensor.dtype))
             for index, tensor in enumerate(tensors)
         ]
+
+
+def bare_variable(name: str, device: str, dtype: tf.DType, shape: Sequence[int] = ()) -> tf.Tensor:
+    """Returns the handle of a variable that is made once, of zeros; a strategy would mirror one."""
+    with _lock:  # All threads must get the same tensor.
+        return _make_variable(name, device, dtype, tuple(shape))
+
+
+@functools.cache
+def _make_variable(name: str, device: str, dtype: tf.DType, shape: tuple[int, ...]) -> tf.Tensor:
+    with tf.init_scope(), tf.device(device):
+        handle = tf.raw_ops.VarHandleOp(dtype=dtype, shape=shape, shared_name=f"tfcdo_{name}")
+        tf.raw_ops.AssignVariableOp(resource=handle, value=tf.zeros(shape, dtype))
+        return handle

@@ -205,7 +205,7 @@ def _serialize_calls(sums: Sequence[tf.Tensor]) -> None:
     # calls: with one, call such a function once per step.
     if not tf.compat.v1.executing_eagerly_outside_functions():
         return
-    counter = tf_internals.bare_variable(_PROCESS, _HOST, tf.int32)
+    counter = device_ops.bare_variable(_PROCESS, _HOST, tf.int32)
     with tf.control_dependencies(sums), tf.device(_HOST):
         write = tf.raw_ops.AssignAddVariableOp(resource=tf_internals.captured(counter), value=1)
     tf_internals.run_before_function_returns(write)
