@@ -31,6 +31,7 @@ _FENCE = re.compile(r"^```(\{?[\w-]*\}?)(.*)\n((?:.*\n)*?)```$", re.MULTILINE)
 # What is not code, or is taken from a file that has a test of its own.
 _NOT_CODE = {"text", "yaml", "{toctree}", "{eval-rst}", "{literalinclude}"}
 # Before a block of Python that cannot run here, with the reason: its names are looked up instead.
+_NOT_RUN = "<!-- not run: "
 _FLAGS = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE | doctest.IGNORE_EXCEPTION_DETAIL
 _ELSEWHERE = {"bazel", "export", "git", "srun"}
 
@@ -39,7 +40,7 @@ def _blocks(page: str) -> Iterator[tuple[str, str, bool]]:
     """Yields each block's language, its text, and whether the page lets it run here."""
     for found in _FENCE.finditer(_TEXTS[page]):
         before = _TEXTS[page][: found.start()].rstrip().split("\n")[-1]
-        yield found[1], found[3], not before.startswith("<!-- not run: ")
+        yield found[1], found[3], not before.startswith(_NOT_RUN)
 
 
 def _commands(block: str) -> Iterator[tuple[str, str]]:

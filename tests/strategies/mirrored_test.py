@@ -218,6 +218,8 @@ _SHARDED = {"devices": None, "shard_optimizer_state": True}
 _99_GPUS = tf.distribute.cluster_resolver.SimpleClusterResolver(
     tf.train.ClusterSpec({}), num_accelerators={"GPU": 99}
 )
+_ONE_DEVICE = tfcdo.ReductionToOneDevice()
+_CLASS = {"cross_device_ops": tfcdo.AutoAllReduce}
 _UNFROZEN = type("Own", (tfcdo.exchange.Sum,), {})()
 
 
@@ -238,9 +240,9 @@ class ArgumentsTest(tf.test.TestCase, parameterized.TestCase):
         ("each of devices must name a device that exists; got 'CPU:99'", {"devices": ["CPU:99"]}),
         ("devices must be different; got .*CPU:1', .*CPU:1'", {"devices": ["CPU:1", "cpu:1"]}),
         ("must be an object .*; got 'auto'", {"devices": None, "cross_device_ops": "auto"}),
-        ("such as .*Auto.*'>", {"devices": None, "cross_device_ops": tfcdo.AutoAllReduce}),
+        ("must be an object such as .*AutoAllReduce'>", {"devices": None, **_CLASS}),
         ("shard_optimizer_state must be .*; got 1", _SHARDED | {"shard_optimizer_state": 1}),
-        ("one of tfcdo's all", {**_SHARDED, "cross_device_ops": tfcdo.ReductionToOneDevice()}),
+        ("is one of tfcdo's all-reduce classes", _SHARDED | {"cross_device_ops": _ONE_DEVICE}),
     )
     def test_types(self, message, arguments):
         one_host = "devices" in arguments

@@ -50,11 +50,10 @@ def _dense(value):
 
 
 class CutTest(tf.test.TestCase, parameterized.TestCase):
+    @mock.patch.object(_Dataset, "_apply_debug_options", lambda dataset: dataset)
     def test_nothing_tunes_the_iterators_of_replicas(self):
-        data = _Dataset.range(4).batch(2)
-        with mock.patch.object(_Dataset, "_apply_debug_options", lambda dataset: dataset):
-            (host,) = iter(strategy_of(2).experimental_distribute_dataset(data))._iterators
-        for iterator in host._iterator._device_iterators:
+        distributed = strategy_of(2).experimental_distribute_dataset(_Dataset.range(4).batch(2))
+        for iterator in iter(distributed)._iterators[0]._iterator._device_iterators:
             self.assertIs(iterator._dataset.options().autotune.enabled, False)
 
     def test_none_in_a_step_of_keras(self):
